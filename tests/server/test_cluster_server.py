@@ -288,82 +288,6 @@ def test_concurrent_dense_and_sparse_requests_keep_their_answers(
     assert turn["meta_info"]["cached_tokens"] == 0
 
 
-def logprobs_behind(model: Any, contexts: Sequence[list[int]], prompt: list[int]) -> list[float]:
-    """Returns the logprobs of a prompt's tokens but the first, behind contexts by themselves.
-
-    The KV of each context is computed without the others, at its positions behind them, and its
-    first token is seen by the context itself only.
-
-    Args:
-        model: causal language model of the library transformers.
-    """
-    cache, seen, before = DynamicCache(config=model.config), 0, 0
-    with torch.inference_mode():
-        for context in contexts:
-            positions = torch.arange(before, before + len(context))[None]
-            alone = model(torch.tensor([context]), position_ids=positions).past_key_values
-            first = int(before > 0)
-            for number, layer in enumerate(alone.layers):
-                cache.update(layer.keys[:, :, first:], layer.values[:, :, first:], number)
-            before += len(context)
-            seen += len(context) - first
-        logits = model(
-            torch.tensor([prompt]), past_key_values=cache,
-            position_ids=torch.arange(before, before + len(prompt))[None],
-            cache_position=torch.arange(seen, seen + len(prompt)),
-        ).logits[0]  # fmt: skip
-    chosen = torch.tensor(prompt[1:])[:, None]
-    found: list[float] = logits[:-1].log_softmax(-1).gather(1, chosen)[:, 0].tolist()
-    return found
-
-
-def test_several_contexts_are_followed_one_behind_the_other(
-    server: Server, model: Path, asked: tuple[list[int], list[list[int]]]
-) -> None:
-    (context, prompts), url = asked, f"{server.url}/ext/clusters"
-    halves = [context[:750], context[750:]]
-    ids = [
-        requests.post(url, json={"input_ids": half}, timeout=DEADLINE_S).json()["id"]
-        for half in halves
-    ]
-    told = {"return_logprob": True, "logprob_start_len": 0}
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    for prompt in prompts:
-        for order in ([0, 1], [1, 0], [1]):
-            follows = [ids[at] for at in order]
-            answer = generate(server, prompt, follows, told=told, sparsity=1.0).json()["meta_info"]
-            (entry,) = answer["ext"]
-            assert entry["exact"] == (len(order) == 1)
-            assert entry["tokens"] == 750 * len(order)
-            assert entry["context"] == "+".join(follows)
-            given = [entry[0] for entry in answer["input_token_logprobs"]][1:]
-            right = logprobs_behind(reference, [halves[at] for at in order], prompt)
-            assert given == pytest.approx(right, abs=1e-3)
-
-    kinds: list[tuple[list[int], Any]] = [
-        (prompts[0], ids), (prompts[1], ids), (prompts[2], ids[::-1]), (prompts[3], ids[0]),
-    ]  # fmt: skip
-    share = {"sparsity": 0.2}
-    alone = [generate(server, prompt, follows, **share).json() for prompt, follows in kinds]
-    requests.post(f"{server.url}/flush_cache", timeout=60)
-    with ThreadPoolExecutor(len(kinds)) as threads:
-        futures = [threads.submit(generate, server, p, ids_, **share) for p, ids_ in kinds]
-        for one, future in zip(alone, futures, strict=True):
-            other = future.result().json()
-            assert other["output_ids"][:4] == one["output_ids"][:4]
-            assert logprobs(other)[:4] == pytest.approx(logprobs(one)[:4], abs=1e-2)
-    twice = generate(server, prompts[0], [ids[0], ids[0]])
-    assert twice.status_code == 400
-    assert "has one of them twice" in twice.text
-    # KV that was computed behind other contexts is not reused.
-    longer = [*prompts[0], *alone[0]["output_ids"]]
-    for follows, cached in ((ids, True), (ids[::-1], False), (ids[:1], False)):
-        turn = generate(server, longer, follows, **share).json()
-        assert (turn["meta_info"]["cached_tokens"] >= len(prompts[0]) // 16 * 16) == cached
-    for id_ in ids:
-        assert requests.delete(f"{url}/{id_}", timeout=60).ok
-
-
 @pytest.mark.parametrize(
     ("follows", "status", "message"),
     [
@@ -622,3 +546,79 @@ def test_a_context_is_continued_and_equals_one_prompt(
         )
         assert deleted.ok
     until(lambda: not [path for each in folders for path in each.glob(f"{more['id']}*")], within=60)
+
+
+def logprobs_behind(model: Any, contexts: Sequence[list[int]], prompt: list[int]) -> list[float]:
+    """Returns the logprobs of a prompt's tokens but the first, behind contexts by themselves.
+
+    The KV of each context is computed without the others, at its positions behind them, and its
+    first token is seen by the context itself only.
+
+    Args:
+        model: causal language model of the library transformers.
+    """
+    cache, seen, before = DynamicCache(config=model.config), 0, 0
+    with torch.inference_mode():
+        for context in contexts:
+            positions = torch.arange(before, before + len(context))[None]
+            alone = model(torch.tensor([context]), position_ids=positions).past_key_values
+            first = int(before > 0)
+            for number, layer in enumerate(alone.layers):
+                cache.update(layer.keys[:, :, first:], layer.values[:, :, first:], number)
+            before += len(context)
+            seen += len(context) - first
+        logits = model(
+            torch.tensor([prompt]), past_key_values=cache,
+            position_ids=torch.arange(before, before + len(prompt))[None],
+            cache_position=torch.arange(seen, seen + len(prompt)),
+        ).logits[0]  # fmt: skip
+    chosen = torch.tensor(prompt[1:])[:, None]
+    found: list[float] = logits[:-1].log_softmax(-1).gather(1, chosen)[:, 0].tolist()
+    return found
+
+
+def test_several_contexts_are_followed_one_behind_the_other(
+    server: Server, model: Path, asked: tuple[list[int], list[list[int]]]
+) -> None:
+    (context, prompts), url = asked, f"{server.url}/ext/clusters"
+    halves = [context[:750], context[750:]]
+    ids = [
+        requests.post(url, json={"input_ids": half}, timeout=DEADLINE_S).json()["id"]
+        for half in halves
+    ]
+    told = {"return_logprob": True, "logprob_start_len": 0}
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for prompt in prompts:
+        for order in ([0, 1], [1, 0], [1]):
+            follows = [ids[at] for at in order]
+            answer = generate(server, prompt, follows, told=told, sparsity=1.0).json()["meta_info"]
+            (entry,) = answer["ext"]
+            assert entry["exact"] == (len(order) == 1)
+            assert entry["tokens"] == 750 * len(order)
+            assert entry["context"] == "+".join(follows)
+            given = [entry[0] for entry in answer["input_token_logprobs"]][1:]
+            right = logprobs_behind(reference, [halves[at] for at in order], prompt)
+            assert given == pytest.approx(right, abs=1e-3)
+
+    kinds: list[tuple[list[int], Any]] = [
+        (prompts[0], ids), (prompts[1], ids), (prompts[2], ids[::-1]), (prompts[3], ids[0]),
+    ]  # fmt: skip
+    share = {"sparsity": 0.2}
+    alone = [generate(server, prompt, follows, **share).json() for prompt, follows in kinds]
+    requests.post(f"{server.url}/flush_cache", timeout=60)
+    with ThreadPoolExecutor(len(kinds)) as threads:
+        futures = [threads.submit(generate, server, p, ids_, **share) for p, ids_ in kinds]
+        for one, future in zip(alone, futures, strict=True):
+            other = future.result().json()
+            assert other["output_ids"][:4] == one["output_ids"][:4]
+            assert logprobs(other)[:4] == pytest.approx(logprobs(one)[:4], abs=1e-2)
+    twice = generate(server, prompts[0], [ids[0], ids[0]])
+    assert twice.status_code == 400
+    assert "has one of them twice" in twice.text
+    # KV that was computed behind other contexts is not reused.
+    longer = [*prompts[0], *alone[0]["output_ids"]]
+    for follows, cached in ((ids, True), (ids[::-1], False), (ids[:1], False)):
+        turn = generate(server, longer, follows, **share).json()
+        assert (turn["meta_info"]["cached_tokens"] >= len(prompts[0]) // 16 * 16) == cached
+    for id_ in ids:
+        assert requests.delete(f"{url}/{id_}", timeout=60).ok

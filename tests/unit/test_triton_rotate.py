@@ -23,7 +23,8 @@ from test_triton_kernels import CPU, checks, load_kernels
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sgl_ext.chunks.rotation import Rope, RotatingCopy
+from sgl_ext.chunks.rotation import RotatingCopy
+from sgl_ext.memory.rope import Rope
 from sgl_ext.memory.slab import DTYPES, Layout
 
 

@@ -23,16 +23,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sgl_ext.chunks.rotation import (
-    FROM,
-    FROM_PITCH,
-    TO,
-    TO_PITCH,
-    TOKENS,
-    Rope,
-    RotatingCopy,
-)
+from sgl_ext.chunks.rotation import FROM, FROM_PITCH, TO, TO_PITCH, TOKENS, RotatingCopy
 from sgl_ext.engine.kv.indices import upload
+from sgl_ext.memory.rope import Rope
 from sgl_ext.memory.slab import Layout
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from sgl_ext.chunks.rotation import Rope
 from sgl_ext.engine.chunks.moves import Move, Moves, moves_of
 from sgl_ext.engine.core import hooks
 from sgl_ext.engine.kv import rope
 from sgl_ext.errors import ExtError
+from sgl_ext.memory.rope import Rope
 from sgl_ext.memory.slab import Layout
 
 _MOVES = ((0, 1), (3, 700), (1500, 20))

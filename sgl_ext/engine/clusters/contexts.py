@@ -6,7 +6,6 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from sgl_ext.chunks.rotation import Rope
 from sgl_ext.clusters.recorded import Geometry
 from sgl_ext.config import Clusters
 from sgl_ext.engine.clusters.attended import Attended
@@ -17,6 +16,7 @@ from sgl_ext.engine.clusters.open_contexts import OpenContexts, record_id
 from sgl_ext.engine.clusters.parameters import FollowsStored, IsRecorded
 from sgl_ext.engine.core.sglang_types import Req
 from sgl_ext.errors import ExtError, reason_of
+from sgl_ext.memory.rope import Rope
 from sgl_ext.memory.transfer import TransferEngine
 
 if TYPE_CHECKING:

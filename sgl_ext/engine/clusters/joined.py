@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from sgl_ext._native import _attention
-from sgl_ext.chunks.rotation import Rope
 from sgl_ext.engine.clusters.attention import StoredAttention
 from sgl_ext.engine.clusters.own import Own, OwnTokensError
 from sgl_ext.engine.cpu.native_attention import NativeAttention, batch_of
 from sgl_ext.engine.kv.rope import embedding_of, rope_of
 from sgl_ext.errors import ExtError
+from sgl_ext.memory.rope import Rope
 
 _TRIALS = ((5, 3), (2000, 1500))
 """Positions of trial queries, and tokens before the context that they attend to."""

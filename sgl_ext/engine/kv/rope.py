@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from sgl_ext.chunks.rotation import Rope, frequencies_of
 from sgl_ext.errors import ExtError
+from sgl_ext.memory.rope import Rope, frequencies_of
 
 _ARCHITECTURES = frozenset(
     {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}

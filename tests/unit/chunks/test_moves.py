@@ -200,7 +200,7 @@ ON_DEVICE = """
 import numpy as np
 import torch
 from faked_cuda import journal
-from sgl_ext.chunks.rotation import Rope
+from sgl_ext.memory.rope import Rope
 from sgl_ext.engine.chunks.moves import DeviceMoves, HostMoves, Move, moves_of
 from sgl_ext.memory.slab import Layout
 
@@ -237,7 +237,7 @@ def test_moves_on_a_device_wait_for_nothing(tmp_path: Path) -> None:
 def test_the_cpu_needs_no_triton() -> None:
     program = """
 import sys, torch
-from sgl_ext.chunks.rotation import Rope
+from sgl_ext.memory.rope import Rope
 from sgl_ext.engine.chunks.moves import moves_of
 from sgl_ext.memory.slab import Layout
 moves_of(Layout(1, 1, 1, 16, "float32", "f"), Rope(16, (0.5,) * 8), torch.ones(2, 1, 1, 2, 1, 16))

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from rope_kit import tables
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 
-from sgl_ext.chunks.rotation import Rope, RotatingCopy, frequencies_of
+from sgl_ext.chunks.rotation import RotatingCopy
 from sgl_ext.engine.chunks.rope import verified_rope
 from sgl_ext.engine.core.hooks import ActivationError
+from sgl_ext.memory.rope import Rope, frequencies_of
 from sgl_ext.memory.slab import Layout
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -13,13 +13,13 @@ from rope_kit import tables
 from test_cluster_attention import Setup, own_tokens, seen_by
 from test_stored import GEOMETRY, TOKENS
 
-from sgl_ext.chunks.rotation import Rope
 from sgl_ext.clusters.reader import DeviceError
 from sgl_ext.engine.clusters.attention import StoredAttention
 from sgl_ext.engine.clusters.joined import JoinedContexts, turned, verified_rope
 from sgl_ext.engine.clusters.own import Own, OwnTokensError
 from sgl_ext.engine.cpu.native_attention import batch_of
 from sgl_ext.errors import ExtError
+from sgl_ext.memory.rope import Rope
 from sgl_ext.memory.transfer import TransferEngine
 
 PAIRS = GEOMETRY.head_dim // 2
