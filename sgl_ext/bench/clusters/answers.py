@@ -36,19 +36,8 @@ def report_answers(
     ]
     for share in shares:
         tokens = [pair for each in found for pair in each[f"{share:g}"]]
-        kl, same = zip(*tokens, strict=True)
-        mean = mean_interval(kl)
-        report.runs.append(
-            {
-                "what": f"answers with {share:.0%}",
-                "samples": len(kl),
-                "kl": mean.mean,
-                "kl_low": mean.low,
-                "kl_high": mean.high,
-                "kl_p95": float(np.percentile(kl, 95)),
-                "top1": statistics.mean(same),
-            }
-        )
+        run = divergences(f"answers with {share:.0%}", tokens)
+        report.runs.append(run | {"kl_p95": float(np.percentile([kl for kl, _ in tokens], 95))})
         for each, sample in zip(found, samples, strict=True):
             kl_here, same_here = zip(*each[f"{share:g}"], strict=True)
             report.runs.append(
@@ -61,7 +50,7 @@ def report_answers(
                 }
             )
         name = f"{100 * share:g}"
-        report.figures[f"kl_{name}"] = mean.mean
+        report.figures[f"kl_{name}"] = run["kl"]
         asked = [
             pair[0]
             for each, sample in zip(found, samples, strict=True)
@@ -69,7 +58,21 @@ def report_answers(
             for pair in each[f"{share:g}"]
         ]
         report.figures[f"kl_of_questions_p95_{name}"] = float(np.percentile(asked, 95))
-        report.figures[f"top1_{name}"] = statistics.mean(same)
+        report.figures[f"top1_{name}"] = run["top1"]
+
+
+def divergences(what: str, tokens: Sequence[tuple[float, bool]]) -> dict[str, Any]:
+    """Returns a run: the mean divergence of tokens, its interval, and the share of equal ones.
+
+    Args:
+        tokens: see :func:`diverged`.
+    """
+    kl, same = zip(*tokens, strict=True)
+    mean = mean_interval(kl)
+    return {
+        "what": what, "samples": len(kl), "kl": mean.mean, "kl_low": mean.low,
+        "kl_high": mean.high, "top1": statistics.mean(same),
+    }  # fmt: skip
 
 
 def store(url: str, tokens: Sequence[int]) -> str:

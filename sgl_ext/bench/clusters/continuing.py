@@ -12,9 +12,8 @@ import time
 from collections.abc import Sequence
 from functools import partial as partial_of
 
-from sgl_ext.bench.clusters.answers import dense, diverged
+from sgl_ext.bench.clusters.answers import dense, diverged, divergences
 from sgl_ext.bench.clusters.samples import Sample
-from sgl_ext.bench.data.scores import mean_interval
 from sgl_ext.bench.harness.partial import Partial
 from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.clusters.client import store
@@ -36,15 +35,9 @@ def report_continuing(
     for how in (_GROWN, _AT_ONCE):
         for share in _SHARES:
             pairs = [pair for each in found for pair in each[how][f"{share:g}"]]
-            values, same = zip(*pairs, strict=True)
-            mean = mean_interval(values)
-            kl[how, share] = mean.mean
-            report.runs.append(
-                {
-                    "what": f"stored {how}, {share:.0%}", "samples": len(values), "kl": mean.mean,
-                    "kl_low": mean.low, "kl_high": mean.high, "top1": statistics.mean(same),
-                }
-            )  # fmt: skip
+            run = divergences(f"stored {how}, {share:.0%}", pairs)
+            kl[how, share] = run["kl"]
+            report.runs.append(run)
     turns = [seconds for each in found for seconds in each["turns"]]
     whole = [each["whole"] for each in found]
     report.runs.append(

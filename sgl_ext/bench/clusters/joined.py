@@ -7,13 +7,11 @@ text, by the divergence of the next token.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from functools import partial as partial_of
 
-from sgl_ext.bench.clusters.answers import dense, diverged
+from sgl_ext.bench.clusters.answers import dense, diverged, divergences
 from sgl_ext.bench.clusters.samples import Sample
-from sgl_ext.bench.data.scores import mean_interval
 from sgl_ext.bench.harness.partial import Partial
 from sgl_ext.bench.harness.report import Report
 from sgl_ext.chunks.divergence import Distribution
@@ -32,19 +30,12 @@ def report_joined(report: Report, url: str, samples: Sequence[Sample], partial: 
     for how in (*(f"{count}" for count in _PARTS), LAST):
         for share in _SHARES:
             pairs = [pair for each in found for pair in each[how][f"{share:g}"]]
-            values, same = zip(*pairs, strict=True)
-            mean = mean_interval(values)
-            report.runs.append(
-                {
-                    "what": f"joined {how}, {share:.0%}", "samples": len(values),
-                    "kl": mean.mean, "kl_low": mean.low, "kl_high": mean.high,
-                    "top1": statistics.mean(same),
-                }
-            )  # fmt: skip
+            run = divergences(f"joined {how}, {share:.0%}", pairs)
+            report.runs.append(run)
             if how != LAST:
                 report.figures |= {
-                    f"joined_{how}_kl_{100 * share:g}": mean.mean,
-                    f"joined_{how}_top1_{100 * share:g}": statistics.mean(same),
+                    f"joined_{how}_kl_{100 * share:g}": run["kl"],
+                    f"joined_{how}_top1_{100 * share:g}": run["top1"],
                 }
 
 

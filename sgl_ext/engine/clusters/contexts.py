@@ -184,7 +184,8 @@ class StoredContexts:
         """Returns the open context of a request that runs, or those of several as one."""
         if len(follower.ids) > 1:
             assert isinstance(self._rope, Rope)  # noqa: S101
-            several = [self._open.stored[id_] for id_ in follower.ids]
+            opened = self._open.stored
+            several = [opened[id_] for id_ in follower.ids]
             return JoinedContexts(several, self._rope, self._scale)
         context = self._open.find(follower.ids[0])
         assert context is not None  # noqa: S101
