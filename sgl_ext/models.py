@@ -181,6 +181,30 @@ def shortened(model: PackagedModel, layers: int) -> Path:
     return _folder(f"{model.name}-{layers}-layers", model.converted_size, make)
 
 
+def untied(model: Path) -> Path:
+    """Returns the folder of a model whose head has its own copy of the embeddings.
+
+    It gives the same answers. SGLang runs Llama models in pipeline stages only if their embeddings
+    are not tied: the last stage, which has the head, does not load the embeddings.
+
+    Args:
+        model: Folder that another function of this module has returned.
+    """
+
+    def make(scratch: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+        found.lm_head.weight = torch.nn.Parameter(found.lm_head.weight.detach().clone())
+        found.config.tie_word_embeddings = False
+        found.save_pretrained(scratch)
+        AutoTokenizer.from_pretrained(model).save_pretrained(scratch)
+
+    size = sum(file.stat().st_size for file in model.iterdir())
+    return _folder(f"{model.name}-untied", 2 * size, make)
+
+
 def _folder(name: str, size: int, make: Callable[[Path], None]) -> Path:
     """Returns the folder ``name`` of the cache, which ``make`` fills if it is not complete.
 

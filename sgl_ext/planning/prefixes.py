@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from sgl_ext.planning.planner import Planner
 from sgl_ext.planning.want import Name, Run, Want
@@ -19,6 +20,13 @@ class Prefixes:
     def __init__(self, stack: TierStack, planner: Planner) -> None:
         self._stack = stack
         self._planner = planner
+
+    def early(self) -> AbstractContextManager[None]:
+        """Surrounds a look-up at the arrival of a request, whose result is not used."""
+        return nullcontext()
+
+    def matching(self, rid: str) -> None:
+        """Is called before SGLang matches a request, which may look it up or not."""
 
     def lookup(self, rid: str, keys: Sequence[Key], begin: int = 0) -> int:
         """Returns the number of leading ``keys`` that can be loaded from host memory now.
@@ -67,6 +75,9 @@ class Prefixes:
         """Forgets that a request waits; loads from lower tiers that have begun still land."""
         self._planner.take(_name(rid))
         self._stack.loads.forget(rid)
+
+    def clear(self) -> None:
+        """Forgets all requests; the planner is cleared by itself."""
 
 
 def _name(rid: str) -> Name:

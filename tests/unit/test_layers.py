@@ -29,8 +29,9 @@ PURE |= {
     for name in ("lending", "loan", "master", "need", "regions", "vacating", "waiting", "worker")
 }
 PURE |= {f"planning/{name}" for name in (
-    "channels", "choices", "compute_cost", "costs", "decisions", "learner", "load_cost", "parts",
-    "plan", "planner", "pointers", "policies", "prefixes", "request", "strategy", "want", "wants",
+    "agreement", "channels", "choices", "compute_cost", "costs", "decisions", "learner",
+    "load_cost", "parts", "plan", "planner", "pointers", "policies", "prefixes", "request",
+    "staged_prefixes", "staged_stores", "strategy", "want", "wants",
 )}  # fmt: skip
 PURE |= {f"restore/{name}" for name in ("boundaries", "host_prefixes")}
 PURE |= {f"swap/{name}" for name in ("fairness", "manager", "stopwatch", "victims")}

@@ -21,7 +21,7 @@ from sgl_ext.engine.core.sglang_types import (
     ServerArgs,
     TokenizerManager,
 )
-from sgl_ext.engine.core.unserved import LORA
+from sgl_ext.engine.core.unserved import LORA, PIPELINE
 from sgl_ext.planning.plan import Link, Source
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class ChunksPower(Power[Chunks]):
     launcher_hooks = warmup.LAUNCHER_HOOKS
     path = "/ext/chunks"
     unserved = (
+        *PIPELINE,
         ("enable_return_hidden_states", bool, "hidden states in answers"),
         ("enable_streaming_session", bool, "streaming sessions"),
         ("skip_tokenizer_init", bool, "a disabled tokenizer"),

@@ -28,7 +28,7 @@ from sgl_ext.engine.core.sglang_types import (
     Scheduler,
     TokenizerManager,
 )
-from sgl_ext.engine.core.unserved import LORA
+from sgl_ext.engine.core.unserved import LORA, PIPELINE
 from sgl_ext.errors import ExtError
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class ClustersPower(Power[Clusters]):
     hooks = hooks.HOOKS
     path = "/ext/clusters"
     unserved = (
+        *PIPELINE,
         ("tp_size", lambda size: size > 1, "tensor parallelism"),
         *LORA,
         ("enable_streaming_session", bool, "streaming sessions"),

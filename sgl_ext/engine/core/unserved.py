@@ -16,10 +16,11 @@ COMMON: Unserved = (
     ("radix_cache_backend", bool, "another radix cache"),
     ("disable_radix_cache", bool, "a disabled radix cache"),
     ("speculative_algorithm", bool, "speculative decoding"),
-    ("pp_size", lambda size: size > 1, "pipeline parallelism"),
     ("attn_cp_size", lambda size: size > 1, "context parallelism"),
 )
 """Options that no power over SGLang's radix cache serves."""
+
+PIPELINE: Unserved = (("pp_size", lambda size: size > 1, "pipeline parallelism"),)
 
 LORA: Unserved = (
     ("enable_lora", bool, "LoRA adapters"),

@@ -15,6 +15,7 @@ from sgl_ext.engine.core.sglang_types import (
     Scheduler,
     StepPlan,
 )
+from sgl_ext.engine.core.unserved import PIPELINE
 
 if TYPE_CHECKING:
     from sgl_ext.engine.core.runtime import ExtRuntime
@@ -40,6 +41,7 @@ class PeerPower(Power[Peer]):
     name = "peer"
     needs_slab = True
     unserved = (
+        *PIPELINE,
         ("tp_size", lambda size: size > 1, "tensor parallelism"),
         ("dp_size", lambda size: size > 1, "data parallelism"),
         ("enable_streaming_session", bool, "streaming sessions"),

@@ -21,6 +21,7 @@ from sgl_ext.engine.core.sglang_types import (
     StepPlan,
     TokenizerManager,
 )
+from sgl_ext.engine.core.unserved import PIPELINE
 from sgl_ext.engine.swap import api, out, priorities, resume
 from sgl_ext.engine.swap.ahead import SwapAhead
 from sgl_ext.engine.workarounds import penalties
@@ -52,6 +53,7 @@ class SwapPower(Power[Swap]):
     hooks = (*out.HOOKS, *priorities.HOOKS, *api.HOOKS)
     path = "/ext/swap"
     unserved = (
+        *PIPELINE,
         ("tp_size", lambda size: size > 1, "tensor parallelism"),
         ("disaggregation_mode", lambda mode: mode != "null", "prefill-decode disaggregation"),
     )

@@ -20,7 +20,8 @@ def _look_early(original: Original, scheduler: Scheduler, req: Req, *args: objec
         and scheduler.chunked_req is None
     )
     if ext is not None and ext.tiers is not None and ext.tiers.stack.lower and not idle:
-        req.init_next_round_input(scheduler.tree_cache, cow_mamba=False)
+        with ext.tiers.linker.prefixes.early():
+            req.init_next_round_input(scheduler.tree_cache, cow_mamba=False)
     return original(scheduler, req, *args)
 
 

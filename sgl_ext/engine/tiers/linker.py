@@ -17,9 +17,12 @@ from sgl_ext.engine.core.activation import refuse
 from sgl_ext.engine.core.sglang_types import Node, ServerArgs, TreeCore
 from sgl_ext.engine.kv.indices import Download, on_host
 from sgl_ext.engine.tiers.planner import open_planner
+from sgl_ext.engine.tiers.stages import Stages
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.streams import streams_of
 from sgl_ext.planning.prefixes import Prefixes
+from sgl_ext.planning.staged_prefixes import StagedPrefixes
+from sgl_ext.planning.staged_stores import StagedStores
 from sgl_ext.tiers.arena import Key
 from sgl_ext.tiers.build import open_stack
 from sgl_ext.tiers.departures import Departures
@@ -89,10 +92,15 @@ class TierLinker(UnifiedCacheLinker):
                 engine=ext.transfers,
             )
             planner = open_planner(ext.config, self.stack, ext.costs)
+            self._stages = Stages(params) if params.pp_size > 1 else None
         except ExtError as error:
             refuse(error)
         self.planner = planner
-        self.prefixes = Prefixes(self.stack, planner)
+        self.prefixes, self._stores = Prefixes(self.stack, planner), None
+        if self._stages is not None:
+            agreement = self._stages.agreement
+            self.prefixes = StagedPrefixes(self.stack, planner, agreement)
+            self._stores = StagedStores(self.stack.stores, agreement)
         self.departures = Departures(self.stack, time.monotonic)
         self._allocator.in_flight = self.stack.in_flight
         self._allocator.streams = self.stack.streams
@@ -119,6 +127,12 @@ class TierLinker(UnifiedCacheLinker):
         # returned, because SGLang examines each length.
         return [self.agreed(pages)]
 
+    def ready(self, rid: str) -> bool:
+        """Returns whether the pages of a request have landed, or need not be awaited."""
+        if not self.stack.lower and self._stages is None:
+            return True
+        return bool(self.agreed(int(self.prefixes.ready(rid))))
+
     def agreed(self, value: int) -> int:
         """Returns the minimum of the values of all tensor-parallel ranks."""
         if self._ranks is None or torch.distributed.get_world_size(self._ranks) == 1:
@@ -136,7 +150,13 @@ class TierLinker(UnifiedCacheLinker):
         return self.stack.loads.start()
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        return self.stack.loads.finish(counter_index)
+        landed = self.stack.loads.finish(counter_index)
+        if not landed and self._stages is not None:
+            # The other stages do not know, and would go on with the request.
+            raise ExtError(
+                "a copy from host memory failed in one pipeline stage; restart the server"
+            )
+        return landed
 
     def cancel_queued_load(self, rid: str) -> bool:
         return self.prefixes.cancel(rid)
@@ -148,6 +168,8 @@ class TierLinker(UnifiedCacheLinker):
         slots = Download(transfers[0].device_indices[:: self._page])
         # Begun by the next poll, not while a first token waits to be sent. SGLang locks the node.
         self._offloads.append((_keys(transfers[0]), slots, parent))
+        if self._stores is not None:
+            self._stores.announce()
         return True
 
     def flush(self) -> None:
@@ -162,22 +184,28 @@ class TierLinker(UnifiedCacheLinker):
     def num_completed_offloads(self) -> int:
         self._begin_offloads(wait=False)
         self.stack.poll()
-        return self.stack.stores.completed()
+        return (self._stores or self.stack.stores).completed()
 
     def pop_completed_offload(self) -> bool:
-        return self.stack.stores.pop()
+        return (self._stores or self.stack.stores).pop()
 
     def reset(self) -> None:
         if (ext := runtime.current) is not None:
             ext.reset()
         self._offloads.clear()
+        self.prefixes.clear()
+        if self._stores is not None:
+            self._stores.clear()
         self.planner.clear()
         self.stack.clear()
 
     def close(self) -> None:
         self._offloads.clear()
+        self.prefixes.clear()
         self.planner.close()
         self.stack.close()
+        if self._stages is not None:
+            self._stages.close()
 
     def leave(self, tree: TreeCore, node: Node, *, at_once: bool) -> bool:
         """Stores the pages of a node that has to leave the device, as far as tiers lack them.

@@ -28,9 +28,9 @@ _GAUGES = {
 class TierMetrics(Paced):
     """Metrics of a scheduler process. Create it after SGLang has set its metrics directory."""
 
-    def __init__(self, rank: int) -> None:
-        labels = ("tp_rank", "tier")
-        self._rank = str(rank)
+    def __init__(self, tp_rank: int, pp_rank: int) -> None:
+        labels = ("tp_rank", "pp_rank", "tier")
+        self._ranks = str(tp_rank), str(pp_rank)
         self._counters = {
             name: Counter(f"sglang_ext:tiers_{name}", text, labels)
             for name, text in _COUNTERS.items()
@@ -52,9 +52,9 @@ class TierMetrics(Paced):
         for tier, report in reports.items():
             numbers: Mapping[str, object] = report
             for name, gauge in self._gauges.items():
-                gauge.labels(self._rank, tier).set(float(numbers[name]))  # type: ignore[arg-type]
+                gauge.labels(*self._ranks, tier).set(float(numbers[name]))  # type: ignore[arg-type]
             for name, counter in self._counters.items():
                 total = float(numbers[name])  # type: ignore[arg-type]
-                self._totals.set(counter, total, self._rank, tier)
+                self._totals.set(counter, total, *self._ranks, tier)
             for reason, pages in report["failures"].items():
-                self._totals.set(self._failures, pages, self._rank, tier, reason)
+                self._totals.set(self._failures, pages, *self._ranks, tier, reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from sgl_ext.config import Tiers
 from sgl_ext.engine.core import planning
@@ -11,6 +11,7 @@ from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.core.meta_info import tell
 from sgl_ext.engine.core.power import Power
 from sgl_ext.engine.core.sglang_types import PrefillAdder, Req, Scheduler, ServerArgs
+from sgl_ext.engine.core.unserved import Unserved, require_served
 from sgl_ext.engine.tiers import hooks, page_hash
 from sgl_ext.planning.profile import devices
 
@@ -43,6 +44,11 @@ class TiersPower(Power[Tiers]):
         ("enable_lmcache", bool, "LMCache"),
         ("enable_flexkv", bool, "FlexKV"),
     )
+    unserved_with_pipeline: ClassVar[Unserved] = (
+        ("tp_size", lambda size: size > 1, "tensor parallelism with pipeline parallelism"),
+    )
+    """Arguments that it does not serve together with pipeline parallelism: the stages agree, and
+    each is one process."""
 
     linker: TierLinker
     stack: TierStack
@@ -62,6 +68,8 @@ class TiersPower(Power[Tiers]):
                 "tier only"
             )
         super().declare(server_args)
+        if server_args.pp_size > 1:
+            require_served(server_args, self.name, self.unserved_with_pipeline)
         declare_resolution(
             server_args,
             "sgl_ext",
@@ -82,19 +90,18 @@ class TiersPower(Power[Tiers]):
         if get_observability().enable_metrics:
             from sgl_ext.engine.tiers.metrics import TierMetrics
 
-            self._metrics = TierMetrics(get_parallel().tp_rank)
+            self._metrics = TierMetrics(get_parallel().tp_rank, get_parallel().pp_rank)
 
     def matching(self, req: Req, prefix: int) -> None:
         """Removes the mark of an earlier look-up, which would stay if this one finds nothing, and
         tells the linker where this one begins."""
         self._wrapper.hit_markers.pop(req.rid, None)
         self.linker.begin = prefix
+        self.linker.prefixes.matching(req.rid)
 
     def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
         """Returns whether the pages of the request's prefix have landed, or need not be awaited."""
-        if not self.stack.lower:
-            return True
-        return bool(self.linker.agreed(int(self.linker.prefixes.ready(req.rid))))
+        return self.linker.ready(req.rid)
 
     def considered(self, adder: PrefillAdder, req: Req, admitted: bool) -> None:
         if restored := self.stack.loads.take_restored(req.rid):

@@ -1,0 +1,247 @@
+"""Stages that plan one after another agree on what they load, whatever their own tiers hold."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from stack_kit import Machine
+from tier_kit import keys
+
+from sgl_ext.errors import ExtError
+from sgl_ext.planning.agreement import (
+    Answer,
+    Ended,
+    FirstStage,
+    Found,
+    FurtherStage,
+    Report,
+    Stored,
+)
+from sgl_ext.planning.staged_prefixes import StagedPrefixes
+from sgl_ext.planning.staged_stores import StagedStores
+from sgl_ext.tiers.stores import Stores
+
+PAGES, REQUESTS, LENGTH = 24, 6, 6
+"""Pages of host memory, requests that wait at a time, and pages of each."""
+
+
+class Wires:
+    """Channels between stages in one process; every message is delivered at once."""
+
+    def __init__(self, stages: int) -> None:
+        self.stages = stages
+        self.down: list[deque[Answer | Stored]] = [deque() for _ in range(stages)]
+        self.up: deque[tuple[int, Report | Ended]] = deque()
+
+    def send(self, message: Answer | Stored) -> None:
+        for each in self.down:
+            each.append(message)
+
+    def received(self) -> Iterator[tuple[int, Report | Ended]]:
+        while self.up:
+            yield self.up.popleft()
+
+
+class Wire:
+    """One further stage's end of :class:`Wires`."""
+
+    def __init__(self, wires: Wires, stage: int) -> None:
+        self._wires, self._stage = wires, stage
+
+    def send(self, message: Report | Ended) -> None:
+        self._wires.up.append((self._stage, message))
+
+    def receive(self) -> Answer | Stored:
+        return self._wires.down[self._stage - 1].popleft()
+
+
+class Look(NamedTuple):
+    """Look-up of a request in a step, from a page on."""
+
+    rid: str
+    first: int
+    aborted: bool = False
+    """Whether the request is aborted instead, and comes again."""
+
+
+class Stage:
+    """Tiers of a stage, and what it does in the steps that all stages have in common."""
+
+    def __init__(self, machine: Machine, agreement: FirstStage | FurtherStage) -> None:
+        self.machine = machine
+        self.prefixes = StagedPrefixes(machine.stack, machine.planner, agreement)
+
+    def step(self, looks: list[Look]) -> list[tuple[str, int]]:
+        """Returns the requests that are admitted in this step, and the pages that they load."""
+        admitted = []
+        for look in looks:
+            if look.aborted:
+                self.prefixes.forget(look.rid)
+                continue
+            named = names(look.rid)
+            self.prefixes.matching(look.rid)
+            begin = look.first * self.machine.layout.page
+            pages = self.prefixes.lookup(look.rid, named[look.first :], begin)
+            if not self.prefixes.ready(look.rid):
+                continue
+            admitted.append((look.rid, pages))
+            if pages:
+                loaded, blocks = named[look.first : look.first + pages], np.arange(pages)
+                assert self.prefixes.load(look.rid, loaded, blocks)
+                index = self.machine.stack.loads.start()
+                assert self.machine.stack.loads.finish(index)
+                assert self.machine.right(loaded, blocks)
+            self.prefixes.forget(look.rid)
+        self.machine.poll()
+        self.machine.stack.holds.check_integrity(self.prefixes.pinned)
+        return admitted
+
+    def disturb(self, choose: random.Random) -> None:
+        """Stores pages of some request, and so evicts others, or puts some into the lower tier."""
+        named = names(f"r{choose.randrange(3 * REQUESTS)}")[: choose.randrange(1, LENGTH + 1)]
+        if choose.random() < 0.3:
+            self.machine.shelve(named)
+        else:
+            self.machine.store(named, np.arange(len(named)) + 32)
+
+
+def names(rid: str) -> list[bytes]:
+    number = int(rid[1:])
+    return keys(*range(100 * number, 100 * number + LENGTH))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("stages", [2, 3])
+def test_stages_admit_the_same_with_pages_that_each_of_them_has(seed: int, stages: int) -> None:
+    choose = random.Random(seed)  # noqa: S311
+    wires = Wires(stages - 1)
+    with ExitStack() as undo:
+        running = []
+        for stage in range(stages):
+            machine = Machine(1, PAGES, wait=0.05)
+            undo.callback(machine.close)
+            wire = Wire(wires, stage)
+            agreement = FurtherStage(wire) if stage else FirstStage(wires)
+            running.append(Stage(machine, agreement))
+        waiting = [f"r{number}" for number in range(REQUESTS)]
+        steps: list[list[Look]] = []
+        decided: list[list[tuple[str, int]]] = []
+        done = [0] * stages
+        loaded = 0
+        for number in range(150):
+            for one in running:
+                if choose.random() < 0.3:
+                    one.disturb(choose)
+            # What the device has changes, and a request may be aborted and come again.
+            looks = [
+                Look(rid, int(choose.random() < 0.2), choose.random() < 0.05) for rid in waiting
+            ]
+            steps.append(looks)
+            decided.append(running[0].step(looks))
+            done[0] += 1
+            for rid, pages in decided[-1]:
+                loaded += pages
+                waiting[waiting.index(rid)] = f"r{choose.randrange(3 * REQUESTS)}"
+            waiting = [*dict.fromkeys(waiting)]
+            while len(waiting) < REQUESTS:
+                waiting.append(next(r for n in range(99) if (r := f"r{n}") not in waiting))
+            for stage in range(1, stages):
+                # A stage may be two steps behind the first one, but not ahead of those before it.
+                behind = 0 if number == 149 else choose.randrange(3)
+                while done[stage] < min(done[0] - behind, done[stage - 1]):
+                    at = done[stage]
+                    assert running[stage].step(steps[at]) == decided[at]
+                    done[stage] += 1
+        assert loaded > 20
+        for one in running:
+            one.prefixes.clear()
+            assert not one.prefixes.pinned
+            one.machine.check_integrity()
+        assert all(not each for each in wires.down)
+
+
+def test_a_request_of_which_the_first_stage_has_nothing_waits_for_nobody() -> None:
+    wires = Wires(1)
+    first, further = FirstStage(wires), FurtherStage(Wire(wires, 1))
+    assert first.prefix("r", 1, Found(0, ready=True)) == (0, True)
+    assert further.prefix("r", 1, Found(5, ready=True)) == (0, True)
+
+
+def test_an_outdated_report_is_not_used() -> None:
+    wires = Wires(1)
+    first, further = FirstStage(wires), FurtherStage(Wire(wires, 1))
+    found = Found(5, ready=True)
+    assert first.prefix("r", 1, found) == (0, False)
+    assert first.prefix("r", 2, found) == (0, False)
+    assert further.prefix("r", 1, found) == (0, False)  # reports version 1 after it has ended
+    assert first.prefix("r", 2, found) == (0, False)
+    assert further.prefix("r", 2, Found(4, ready=True)) == (0, False)
+    assert first.prefix("r", 2, found) == (4, True)
+    first.forget("r")
+    assert first.prefix("r", 3, found) == (0, False)
+
+
+def test_a_stage_that_asks_something_else_is_told_so() -> None:
+    wires = Wires(1)
+    first, further = FirstStage(wires), FurtherStage(Wire(wires, 1))
+    first.prefix("r", 1, Found(0, ready=True))
+    with pytest.raises(ExtError, match="plan different steps"):
+        further.prefix("other", 1, Found(0, ready=True))
+    first.stored([True])
+    with pytest.raises(ExtError, match="plan different steps"):
+        further.prefix("r", 2, Found(0, ready=True))
+
+
+class Ending(Stores):
+    """Stores of which the test says when they end."""
+
+    def __init__(self) -> None:
+        self.over: deque[bool] = deque()
+
+    def completed(self) -> int:
+        return len(self.over)
+
+    def pop(self) -> bool:
+        return self.over.popleft()
+
+
+def test_stores_end_when_they_have_ended_in_all_stages() -> None:
+    wires = Wires(1)
+    stores = Ending(), Ending()
+    first = StagedStores(stores[0], FirstStage(wires))
+    further = StagedStores(stores[1], FurtherStage(Wire(wires, 1)))
+    assert first.completed() == 0 == further.completed()
+    assert not wires.down[0]  # nothing was announced, so that nobody asks
+    for each in (first, further):
+        each.announce()
+        each.announce()
+    stores[0].over += [True, True]
+    assert first.completed() == 0 == further.completed()
+    stores[1].over += [True]
+    assert first.completed() == 0 == further.completed()
+    assert first.completed() == 1 == further.completed()
+    assert first.pop() is further.pop() is True
+    stores[1].over += [False]
+    assert first.completed() == 0 == further.completed()
+    assert first.completed() == 1 == further.completed()
+    assert first.pop() is further.pop() is False
+    assert first.completed() == 0 == further.completed()
+    assert not wires.down[0]
+
+
+def test_stores_from_before_a_reset_do_not_count() -> None:
+    wires = Wires(1)
+    first, further = FirstStage(wires), FurtherStage(Wire(wires, 1))
+    first.stored([])
+    assert [*further.stored([True])] == []  # reported, and not known to the first stage yet
+    first.reset()
+    further.reset()
+    assert [*first.stored([True])] == []
+    assert [*further.stored([])] == []
+    assert [*first.stored([])] == []
