@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,16 @@ def fingerprint(model: torch.nn.Module, identity: Mapping[str, object]) -> str:
         for part in _bytes(tensor):
             digest.update(part.numpy().data)
     return digest.hexdigest()
+
+
+def joint(own: str, every: Sequence[str]) -> str:
+    """Returns the fingerprint of one share of a model that depends on all shares.
+
+    Args:
+        own: fingerprint of this share.
+        every: fingerprints of all shares, in the order of their ranks.
+    """
+    return xxhash.xxh3_64(msgspec.json.encode([own, *every])).hexdigest()
 
 
 def _bytes(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

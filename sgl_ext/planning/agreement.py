@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -25,9 +25,11 @@ class Found(NamedTuple):
     """Pages that follow the KV of a request on the device."""
 
     pages: int
-    """Number of leading pages that can be loaded from host memory now."""
+    """Number of leading pages that can be restored."""
     ready: bool
-    """Whether further pages need not be awaited."""
+    """Whether it is known that further pages need not be awaited."""
+    landed: bool = True
+    """Whether all of these pages are in host memory."""
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
@@ -96,12 +98,16 @@ class Agreement(ABC):
     """What one stage asks in a step; all stages ask the same in the same order."""
 
     @abstractmethod
-    def prefix(self, rid: str, version: int, found: Found) -> Found:
-        """Returns what all stages have for a request.
+    def prefix(
+        self, rid: str, version: int, found: Found, *, awaited: Callable[[], bool] = lambda: True
+    ) -> Found:
+        """Returns what all stages have for a request; ready when the request can be admitted.
 
         Args:
             version: number of the question, the same in all stages.
             found: what this stage has.
+            awaited: returns whether pages that have not landed are awaited, or the request is
+                admitted and restored before; only the first stage's counts.
         """
 
     @abstractmethod
@@ -134,7 +140,9 @@ class FirstStage(Agreement):
         """Results of the stores of each stage that have not ended in all of them."""
         self._epoch = 0
 
-    def prefix(self, rid: str, version: int, found: Found) -> Found:
+    def prefix(
+        self, rid: str, version: int, found: Found, *, awaited: Callable[[], bool] = lambda: True
+    ) -> Found:
         if rid not in self._asked or self._asked[rid][0] != version:
             self._asked[rid] = version, {}
         self._receive()
@@ -143,7 +151,9 @@ class FirstStage(Agreement):
         if not found.pages:  # nothing is loaded, whatever the others have
             agreed = found
         elif len(reports) == self._others.stages and all(each.ready for each in every):
-            agreed = Found(min(each.pages for each in every), ready=True)
+            landed = all(each.landed for each in every)
+            ready = landed or not awaited()
+            agreed = Found(min(each.pages for each in every) if ready else 0, ready, landed)
         else:
             agreed = Found(0, ready=False)
         self._others.send(Answer(rid, version, agreed))
@@ -185,7 +195,14 @@ class FurtherStage(Agreement):
         """Last report on each waiting request."""
         self._epoch = 0
 
-    def prefix(self, rid: str, version: int, found: Found) -> Found:
+    def prefix(
+        self,
+        rid: str,
+        version: int,
+        found: Found,
+        *,
+        awaited: Callable[[], bool] = lambda: True,  # noqa: ARG002
+    ) -> Found:
         if self._reported.get(rid) != (version, found):
             self._reported[rid] = version, found
             self._first.send(Report(rid, version, found))

@@ -20,7 +20,7 @@ _SHARE = 2
 
 
 @dataclass
-class _Kept:
+class Kept:
     """Pages of a request that this stage has reported, pinned until the stages have decided."""
 
     version: int
@@ -43,7 +43,7 @@ class StagedPrefixes(Prefixes):
         self._holds = stack.holds
         self._room = stack.host.capacity // _SHARE
         self._agreement = agreement
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, Kept] = {}
         self._ready: dict[str, bool] = {}
         """Whether the pages of each request have landed in all stages, by its last look-up."""
         self._versions = 0
@@ -62,26 +62,41 @@ class StagedPrefixes(Prefixes):
         self._ready.pop(rid, None)
 
     def lookup(self, rid: str, keys: Sequence[Key], begin: int = 0) -> int:
-        here = super().lookup(rid, keys, begin)
         if self._early:  # outside of the steps that stages have in common
-            return here
+            self._begin(rid, keys, begin)
+            return 0
         kept = self._kept.get(rid)
         if kept is None or kept.begin != begin:
             self._let_go(rid)
             self._versions += 1
-            kept = self._kept[rid] = _Kept(self._versions, begin)
-        ready = super().ready(rid)
-        if ready:
-            self._keep(kept, keys[:here])
-        found = Found(len(kept.pages), ready)
-        agreed = self._agreement.prefix(rid, kept.version, found)
-        if agreed.pages > len(kept.pages):
+            kept = self._kept[rid] = Kept(self._versions, begin)
+        found = self._find(rid, keys, kept)
+        agreed = self._agreement.prefix(
+            rid, kept.version, found, awaited=lambda: self._awaited(rid, keys, kept)
+        )
+        if agreed.pages > found.pages:
             raise ExtError(
-                f"pipeline stages agreed on {agreed.pages} pages of {rid}, but this stage keeps "
-                f"{len(kept.pages)}; restart the server, and report the configuration"
+                f"pipeline stages agreed on {agreed.pages} pages of {rid}, but this stage has "
+                f"{found.pages}; restart the server, and report the configuration"
             )
         self._ready[rid] = agreed.ready
         return agreed.pages
+
+    def _begin(self, rid: str, keys: Sequence[Key], begin: int) -> None:
+        """Begins to load pages of a request that has arrived."""
+        super().lookup(rid, keys, begin)
+
+    def _find(self, rid: str, keys: Sequence[Key], kept: Kept) -> Found:
+        """Returns what this stage has, and keeps it."""
+        here = super().lookup(rid, keys, kept.begin)
+        ready = super().ready(rid)
+        if ready:
+            self._keep(kept, keys[:here])
+        return Found(len(kept.pages), ready)
+
+    def _awaited(self, rid: str, keys: Sequence[Key], kept: Kept) -> bool:  # noqa: ARG002
+        """Returns whether pages that have not landed are awaited."""
+        return True
 
     def ready(self, rid: str) -> bool:
         return self._ready.get(rid, True)
@@ -112,7 +127,7 @@ class StagedPrefixes(Prefixes):
         """Pages that are pinned for each request."""
         return [kept.pages for kept in self._kept.values()]
 
-    def _keep(self, kept: _Kept, keys: Sequence[Key]) -> None:
+    def _keep(self, kept: Kept, keys: Sequence[Key]) -> None:
         """Pins ``keys``, which begin with the pages that are pinned already, as far as allowed."""
         most = self._room + len(kept.pages)
         if len(keys) <= len(kept.pages) or most == len(kept.pages):

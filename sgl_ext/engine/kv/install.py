@@ -13,7 +13,7 @@ from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.sglang_types import KVCacheConfigurator, ScheduleBatch
 from sgl_ext.engine.kv.obstacles import obstacle
 from sgl_ext.memory.backing import Backing
-from sgl_ext.memory.fingerprint import fingerprint
+from sgl_ext.memory.fingerprint import fingerprint, joint
 from sgl_ext.memory.slab import HostSlab
 
 _OWNER = "_ext_allocator"
@@ -41,6 +41,23 @@ def _identity(configurator: KVCacheConfigurator) -> dict[str, object]:
         "tensor_parallel": [parallel.attn_tp_rank, parallel.attn_tp_size],
         "layers": [configurator.layer_info.start_layer, configurator.layer_info.end_layer],
     }
+
+
+def _of_all_ranks(own: str) -> str:
+    """Returns the fingerprint of this rank's KV, given that of its own share of the weights.
+
+    KV depends on the weights of earlier pipeline stages, and of all tensor-parallel ranks.
+    """
+    import torch
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    for group in (parallel.tp_group, parallel.pp_group):
+        if group.world_size > 1:
+            every: list[Any] = [None] * group.world_size
+            torch.distributed.all_gather_object(every, own, group=group.cpu_group)
+            own = joint(own, every)
+    return own
 
 
 def _build_pool(
@@ -72,7 +89,7 @@ def _build_pool(
         return build(mha_pool_class)
     from sgl_ext.engine.kv.pool import SlabKVPool
 
-    identity = fingerprint(configurator.model, _identity(configurator))
+    identity = _of_all_ranks(fingerprint(configurator.model, _identity(configurator)))
     peer = ext.config.peer
     borrows = (peer.capacity or 0) if peer is not None and peer.role == "master" else 0
     pool = build(

@@ -169,22 +169,24 @@ def test_stages_admit_the_same_with_pages_that_each_of_them_has(seed: int, stage
 def test_a_request_of_which_the_first_stage_has_nothing_waits_for_nobody() -> None:
     wires = Wires(1)
     first, further = FirstStage(wires), FurtherStage(Wire(wires, 1))
-    assert first.prefix("r", 1, Found(0, ready=True)) == (0, True)
-    assert further.prefix("r", 1, Found(5, ready=True)) == (0, True)
+    assert first.prefix("r", 1, Found(0, ready=True)) == Found(0, ready=True)
+    assert further.prefix("r", 1, Found(5, ready=True)) == Found(0, ready=True)
 
 
 def test_an_outdated_report_is_not_used() -> None:
     wires = Wires(1)
     first, further = FirstStage(wires), FurtherStage(Wire(wires, 1))
     found = Found(5, ready=True)
-    assert first.prefix("r", 1, found) == (0, False)
-    assert first.prefix("r", 2, found) == (0, False)
-    assert further.prefix("r", 1, found) == (0, False)  # reports version 1 after it has ended
-    assert first.prefix("r", 2, found) == (0, False)
-    assert further.prefix("r", 2, Found(4, ready=True)) == (0, False)
-    assert first.prefix("r", 2, found) == (4, True)
+    assert first.prefix("r", 1, found) == Found(0, ready=False)
+    assert first.prefix("r", 2, found) == Found(0, ready=False)
+    assert further.prefix("r", 1, found) == Found(
+        0, ready=False
+    )  # reports version 1 after it has ended
+    assert first.prefix("r", 2, found) == Found(0, ready=False)
+    assert further.prefix("r", 2, Found(4, ready=True)) == Found(0, ready=False)
+    assert first.prefix("r", 2, found) == Found(4, ready=True)
     first.forget("r")
-    assert first.prefix("r", 3, found) == (0, False)
+    assert first.prefix("r", 3, found) == Found(0, ready=False)
 
 
 def test_a_stage_that_asks_something_else_is_told_so() -> None:
