@@ -142,6 +142,27 @@ class Planner:
         """Starts to load the pages of a want, a part of which the prompt's forwards compute."""
         self.wants.ask(want, whole=False)
 
+    def run(self, name: Name) -> Run | None:
+        """Returns the only run of a want of which tiers may have pages; None if there is none."""
+        request = self.wants.requests.get(name)
+        return None if request is None else request.want.runs[0]
+
+    def undecided(self, name: Name) -> bool:
+        """Returns whether it is not known yet which pages of a want will be loaded.
+
+        Tiers have not answered, host memory has no room, or another want loads the same pages.
+        False if this has lasted for the longest time allowed since the first call.
+        """
+        if name not in self.wants.unopened and not self.wants.follows(name):
+            return False
+        now = self._clock()
+        return now <= self._deadlines.setdefault(name, now + self._wait)
+
+    def found(self, name: Name) -> int:
+        """Returns up to which page of a want's lacking pages tiers have some."""
+        active = self.wants.opened.get(name)
+        return 0 if active is None else active.pointers.end
+
     def restores(self, name: Name) -> bool:
         """Returns whether pages of the want were found and are not released yet."""
         active = self.wants.opened.get(name)

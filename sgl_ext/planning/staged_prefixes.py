@@ -72,7 +72,7 @@ class StagedPrefixes(Prefixes):
             kept = self._kept[rid] = Kept(self._versions, begin)
         found = self._find(rid, keys, kept)
         agreed = self._agreement.prefix(
-            rid, kept.version, found, awaited=lambda: self._awaited(rid, keys, kept)
+            rid, kept.version, found, awaited=lambda: self._awaited(rid)
         )
         if agreed.pages > found.pages:
             raise ExtError(
@@ -94,7 +94,7 @@ class StagedPrefixes(Prefixes):
             self._keep(kept, keys[:here])
         return Found(len(kept.pages), ready)
 
-    def _awaited(self, rid: str, keys: Sequence[Key], kept: Kept) -> bool:  # noqa: ARG002
+    def _awaited(self, rid: str) -> bool:  # noqa: ARG002
         """Returns whether pages that have not landed are awaited."""
         return True
 

@@ -3,9 +3,43 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
 
 from sgl_ext.planning.agreement import Agreement
-from sgl_ext.tiers.stores import Stores
+from sgl_ext.tiers.arena import Key, Pages
+
+
+class Storing(Protocol):
+    """Stores of a stage, as in :class:`~sgl_ext.tiers.stores.Stores`."""
+
+    def store(self, keys: Sequence[Key], blocks: Pages, parent: Key | None = None) -> None: ...
+
+    def completed(self) -> int: ...
+
+    def pop(self) -> bool: ...
+
+
+class PairedStores:
+    """Stores of KV and, under the same keys, of what belongs to it; each pair ends as one.
+
+    A pair is as successful as the store of the KV.
+    """
+
+    def __init__(self, kv: Storing, beside: Storing) -> None:
+        self._kv = kv
+        self._beside = beside
+
+    def store(self, keys: Sequence[Key], blocks: Pages, parent: Key | None = None) -> None:
+        self._kv.store(keys, blocks, parent)
+        self._beside.store(keys, blocks, parent)
+
+    def completed(self) -> int:
+        return min(self._kv.completed(), self._beside.completed())
+
+    def pop(self) -> bool:
+        self._beside.pop()
+        return self._kv.pop()
 
 
 class StagedStores:
@@ -15,7 +49,7 @@ class StagedStores:
     it in different steps would evict and admit differently.
     """
 
-    def __init__(self, stores: Stores, agreement: Agreement) -> None:
+    def __init__(self, stores: Storing, agreement: Agreement) -> None:
         self._stores = stores
         self._agreement = agreement
         self._waiting = 0

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from sgl_ext.errors import ExtError
 from sgl_ext.planning.plan import Compute, Span
 from sgl_ext.planning.planner import Planner
 from sgl_ext.planning.request import Restored
-from sgl_ext.planning.want import Run, Want
-from sgl_ext.tiers.arena import Key, Pages
+from sgl_ext.planning.want import Name, Want
+from sgl_ext.tiers.arena import Pages
 
 _STEP_S = 1e-3
-_RID = "stage"
-"""Id of the only request of the stage's planner."""
 
 
 class Arrivals:
@@ -56,7 +54,7 @@ class Arrivals:
 
 def restore(
     planner: Planner,
-    keys: Sequence[Key],
+    want: Want,
     inputs: Arrivals,
     compute: Callable[[int, int], None],
     adopt: Callable[[int, int, Pages], None],
@@ -68,7 +66,8 @@ def restore(
     computed only when its activations have arrived at the stage. Until then the stage loads.
 
     Args:
-        keys: keys of the pages of the prefix; this stage's tiers may have some of them.
+        want: pages of the prefix, in one run; this stage's tiers may have some of them. Its first
+            ``here`` pages are on the device.
         inputs: progress of the activations.
         compute: computes tokens ``begin .. end - 1`` in all layers of the stage.
         adopt: takes the KV of tokens ``begin .. end - 1`` from its places in host memory.
@@ -80,46 +79,49 @@ def restore(
     Raises:
         ExtError: the deadline has passed, or no more activations arrive and some are missing.
     """
-    at, end = 0, len(keys) * planner.page
+    name, (run,) = want.name, want.runs
+    at, end = (run.start + pages * planner.page for pages in (run.here, len(run.keys)))
     give_up = time.monotonic() + deadline
-    planner.restore(Want(_RID, (Run(keys, 0),), end + 1))
+    planner.restore(want)
     try:
         while at < end:
             if time.monotonic() > give_up:
                 raise ExtError(f"a stage restored only {at} of {end} tokens within {deadline:g} s")
             planner.advance()
-            if (span := _next_span(planner, at, end)) is None:
+            if (span := _next_span(planner, name, at, end)) is None:
                 time.sleep(_STEP_S)
                 continue
             until = span.end
             if isinstance(span.source, Compute):
                 until = min(until, inputs.end, at + planner.costs.chunk)
                 if until <= at:
-                    _await_inputs(planner, inputs, at)
+                    _await_inputs(planner, name, inputs, at)
                     continue
-            planner.computing(_RID, until)
+            planner.computing(name, until)
             if isinstance(span.source, Compute):
                 began = time.monotonic()
                 compute(at, until)
                 planner.costs.computed(at, until, time.monotonic() - began)
             else:
-                adopt(at, until, planner.places(_RID, at, until))
+                adopt(at, until, planner.places(name, at, until))
             at = until
-        return planner.report(_RID)
+        return planner.report(name)
     finally:
-        planner.release(_RID)
+        planner.release(name)
 
 
-def _next_span(planner: Planner, at: int, end: int) -> Span | None:
+def _next_span(planner: Planner, name: Name, at: int, end: int) -> Span | None:
     """Returns the next tokens to compute or to adopt; None if lookups or loads are awaited."""
-    if _RID in planner.wants and not planner.restores(_RID):
+    if planner.undecided(name):
         return None
-    if (plan := planner.plan(_RID, at, end + 1)) is None:
+    if name in planner.wants and not planner.restores(name):
+        planner.release(name)  # its pages have no place in host memory, and are computed
+    if (plan := planner.plan(name, at, end + 1)) is None:
         return None
     return next(plan.between(at, end if plan.stop is None else plan.stop))
 
 
-def _await_inputs(planner: Planner, inputs: Arrivals, at: int) -> None:
+def _await_inputs(planner: Planner, name: Name, inputs: Arrivals, at: int) -> None:
     """Waits a step for the activations of token ``at``, or for loads that make them unnecessary.
 
     Raises:
@@ -127,7 +129,7 @@ def _await_inputs(planner: Planner, inputs: Arrivals, at: int) -> None:
     """
     if not inputs.ended:
         inputs.wait(at, _STEP_S)
-    elif planner.loads(_RID):
+    elif planner.loads(name):
         time.sleep(_STEP_S)
     else:
         raise ExtError(

@@ -82,13 +82,25 @@ def test_stages_with_tiers_give_the_answers_of_one_stage_without(
     parted = untied(model)  # SGLang's stages require it
     held = conversations(model, 6, turns=2, tokens=(300, 520))
     rounds = [[each.prompts[turn] for each in held] for turn in (0, 1, 1)]
-    (tmp_path / "ssd").mkdir()
+    for directory in ("ssd", "slow"):
+        (tmp_path / directory).mkdir()
     ssd = {"directories": [str(tmp_path / "ssd")], "capacity": "2GiB", "keep_after": 1}
     one_stage: Mapping[str, Any] = {}
     configs = {
         "host": {"tiers": {"host": {"capacity": "48MiB"}}},
         "scarce": {"tiers": {"host": {"capacity": "4MiB"}}},
         "ssd": {"tiers": {"ssd": ssd, "staging": "8MiB"}},
+        "restored": {
+            "tiers": {
+                "ssd": {
+                    **ssd,
+                    "directories": [str(tmp_path / "slow")],
+                    "emulate": {"bytes_per_second": "4MiB"},
+                },
+                "staging": "24MiB",
+            },
+            "restore": {"chunk": 64},
+        },
         "restarted": {"tiers": {"ssd": ssd, "host": {"capacity": "48MiB"}}},
     }
     asked = sum(map(len, rounds[1]))
@@ -116,6 +128,13 @@ def test_stages_with_tiers_give_the_answers_of_one_stage_without(
             # The flush has emptied device and host memory. Requests share some of their prompts.
             assert hits[2]["ssd"] > 0.5 * asked
             assert hits[2].total() > 0.9 * asked
+        if name == "restored":
+            told = [
+                entry for round_ in found["rounds"] for *_, entries in round_ for entry in entries
+            ]
+            restored = [entry for entry in told if entry["power"] == "restore"]
+            assert sum(entry["computed"] for entry in restored) > 100
+            assert sum(entry["loaded"]["ssd"] for entry in restored) > 100
         if name == "restarted":
             assert hits[0]["ssd"] > 0.5 * sum(map(len, rounds[0]))
         failures = {tier: each["failures"] for tier, each in found["tiers"].items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +16,10 @@ from sgl_ext.bench.restore.stage_process import AS_IT_COMES, IN_SEQUENCE, KEPT, 
 from sgl_ext.bench.restore.stages import stages
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import TransferEngine
+from sgl_ext.planning.want import Run, Want
 from sgl_ext.restore.boundaries import BoundaryStore, boundary_layout
 from sgl_ext.restore.stage import Arrivals, restore
-from sgl_ext.tiers.arena import Pages
+from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.ssd import SsdTier
 
 
@@ -62,6 +63,10 @@ class Stage:
         self.did[begin:end] = [what] * (end - begin)
 
 
+def want_of(names: Sequence[Key]) -> Want:
+    return Want("prompt", (Run(names, 0),), len(names) * PAGE + 1)
+
+
 def test_a_stage_computes_arrived_tokens_and_loads_the_rest() -> None:
     machine, names = Machine(), keys(*range(16))
     machine.keep(names)
@@ -71,7 +76,7 @@ def test_a_stage_computes_arrived_tokens_and_loads_the_rest() -> None:
     come = threading.Timer(0.02, stage.inputs.come, (5 * PAGE,))
     come.start()
     restored = restore(
-        machine.planner, names, stage.inputs, stage.compute, stage.adopt, deadline=30
+        machine.planner, want_of(names), stage.inputs, stage.compute, stage.adopt, deadline=30
     )
     assert restored is not None
     assert all(stage.did)
@@ -86,14 +91,17 @@ def test_a_stage_without_tiers_computes_all_and_without_input_fails() -> None:
     machine, names = Machine(), keys(*range(4))
     stage = Stage(4 * PAGE)
     stage.inputs.come(4 * PAGE)
-    assert restore(machine.planner, names, stage.inputs, stage.compute, stage.adopt, 30) is None
+    assert (
+        restore(machine.planner, want_of(names), stage.inputs, stage.compute, stage.adopt, 30)
+        is None
+    )
     assert stage.did == ["computed"] * (4 * PAGE)
 
     stage = Stage(4 * PAGE)
     stage.inputs.come(PAGE)
     stage.inputs.close()
     with pytest.raises(ExtError, match=f"a stage received no inputs after token {PAGE}"):
-        restore(machine.planner, names, stage.inputs, stage.compute, stage.adopt, 30)
+        restore(machine.planner, want_of(names), stage.inputs, stage.compute, stage.adopt, 30)
 
 
 def test_two_processes_restore_half_of_the_layers_each(trained_model: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from sgl_ext.planning.costs import Costs
 from sgl_ext.planning.load_cost import LoadCost
 from sgl_ext.planning.planner import Planner
 from sgl_ext.planning.policies import Shortest
+from sgl_ext.planning.want import Run, Want
 from sgl_ext.restore.boundaries import BoundaryStore, boundary_layout
 from sgl_ext.restore.stage import Arrivals, restore
 from sgl_ext.tiers.arena import Arena, Key, Pages
@@ -209,7 +210,8 @@ class Stage:
                 self._kv.begins.clear()
             reader.start()
         try:
-            restore(restorer, keys, inputs, compute, adopt, DEADLINE_S)
+            want = Want("prompt", (Run(keys, 0),), len(ids) + 1)
+            restore(restorer, want, inputs, compute, adopt, DEADLINE_S)
         finally:
             over.set()
             restorer.close()

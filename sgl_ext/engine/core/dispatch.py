@@ -35,6 +35,8 @@ from sgl_ext.errors import ExtError
 
 def _ready(original: Original, scheduler: Scheduler) -> object:
     """Opens the powers and adds their report; an error ends the scheduler with its reason."""
+    from sglang.srt.runtime_context import get_parallel
+
     if (ext := runtime.current) is None:
         return original(scheduler)
     if not ext.inside_out:
@@ -46,7 +48,7 @@ def _ready(original: Original, scheduler: Scheduler) -> object:
             except ExtError as error:
                 refuse(hooks.ActivationError(str(error)))
         planning.prepare(ext)
-        for power in powers_of(ext.config):
+        for power in powers_of(ext.config, stages=get_parallel().pp_size):
             try:
                 power.open(ext, scheduler)
             except hooks.ActivationError as error:

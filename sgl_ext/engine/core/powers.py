@@ -10,6 +10,7 @@ from sgl_ext.engine.clusters.power import ClustersPower
 from sgl_ext.engine.core.power import Power
 from sgl_ext.engine.peer.power import PeerPower
 from sgl_ext.engine.restore.power import RestorePower
+from sgl_ext.engine.restore.stages import StagedRestorePower
 from sgl_ext.engine.swap.power import SwapPower
 from sgl_ext.engine.tiers.power import TiersPower
 
@@ -34,7 +35,18 @@ The last one sees a step, a request and a forward first, and the end of a step l
 """
 
 
-def powers_of(config: ExtConfig) -> list[Power[Any]]:
-    """Returns new powers for the sections that are on, from the inside out."""
+_IN_STAGES: dict[type[Power[Any]], type[Power[Any]]] = {RestorePower: StagedRestorePower}
+"""Classes of powers that work in another way in the schedulers of pipeline stages."""
+
+
+def powers_of(config: ExtConfig, *, stages: int = 1) -> list[Power[Any]]:
+    """Returns new powers for the sections that are on, from the inside out.
+
+    Args:
+        stages: number of pipeline stages, for the powers of a scheduler.
+    """
     on = config.sections()
-    return [kind(config, on[kind.name]) for kind in ORDER if kind.name in on]
+    kinds = [kind for kind in ORDER if kind.name in on]
+    if stages > 1:
+        kinds = [_IN_STAGES.get(kind, kind) for kind in kinds]
+    return [kind(config, on[kind.name]) for kind in kinds]

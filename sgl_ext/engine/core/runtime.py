@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sgl_ext.engine.core.power import Filler, Power
     from sgl_ext.engine.peer.power import PeerPower
     from sgl_ext.engine.restore.power import RestorePower
+    from sgl_ext.engine.restore.stages import StagedRestorePower
     from sgl_ext.engine.step.rows import Split
     from sgl_ext.engine.swap.power import SwapPower
     from sgl_ext.engine.tiers.power import TiersPower
@@ -64,7 +65,7 @@ class ExtRuntime:
     metrics: PlanningMetrics | None = None
     """Metrics of the cost model; None if SGLang serves no metrics."""
     tiers: TiersPower | None = None
-    restore: RestorePower | None = None
+    restore: RestorePower | StagedRestorePower | None = None
     swap: SwapPower | None = None
     chunks: ChunksPower | None = None
     peer: PeerPower | None = None

@@ -61,6 +61,7 @@ class ModelConfig(Protocol):
 
     context_len: int
     vocab_size: int
+    hidden_size: int
     hf_config: Any
     hf_text_config: Any
     quantization: str | None
@@ -286,6 +287,7 @@ class ScheduleBatch(Protocol):
     """Protocol of ``sglang.srt.managers.schedule_batch.ScheduleBatch``."""
 
     reqs: list[Req]
+    out_cache_loc: torch.Tensor
     batch_is_full: bool
     forward_mode: ForwardMode
     prefix_lens: Sequence[int]
@@ -376,7 +378,9 @@ class Scheduler(Protocol):
     waiting_queue: list[Req]
     chunked_req: Req | None
     running_batch: ScheduleBatch
+    running_mbs: list[ScheduleBatch]
     last_batch: ScheduleBatch | None
+    cur_batch_for_debug: ScheduleBatch | None
     tree_cache: RadixTree
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool_allocator: Allocator

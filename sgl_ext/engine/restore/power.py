@@ -23,8 +23,8 @@ from sgl_ext.engine.core.sglang_types import (
     ServerArgs,
     StepPlan,
 )
-from sgl_ext.engine.core.unserved import LORA, PIPELINE
-from sgl_ext.engine.restore import interruption, setup
+from sgl_ext.engine.core.unserved import LORA
+from sgl_ext.engine.restore import interruption, setup, stages
 from sgl_ext.engine.restore.prompt import Prompt, prompt_of
 from sgl_ext.engine.step import cached_tokens
 from sgl_ext.planning.plan import Load, LoadOrCompute, Source, Span
@@ -62,9 +62,9 @@ class RestorePower(Power[Restore]):
     """
 
     name = "restore"
+    hooks = stages.HOOKS
     plans_rows = True
     unserved = (
-        *PIPELINE,
         ("is_embedding", bool, "embeddings"),
         ("enable_return_hidden_states", bool, "hidden states in answers"),
         ("enable_dp_attention", bool, "data-parallel attention"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 from sgl_ext.config import Restore
 from sgl_ext.engine.core import hooks
 from sgl_ext.planning.channels import load_unit
@@ -27,6 +30,23 @@ def require_parts(config: Restore, page: int, size: int | None) -> None:
         raise hooks.ActivationError(
             f"restore.chunk is {config.chunk} tokens, which is not a multiple of the page size "
             f"{page}; set it to {-(-config.chunk // page) * page}, for example"
+        )
+
+
+def require_stages(model: Any) -> None:
+    """Checks that a part of a prompt can be computed in the layers of one pipeline stage.
+
+    Args:
+        model: SGLang's model.
+
+    Raises:
+        ActivationError: its layers do not take the output of the stage before.
+    """
+    layers = getattr(model, "model", None)
+    if layers is None or "pp_proxy_tensors" not in inspect.signature(layers.forward).parameters:
+        raise hooks.ActivationError(
+            f"restore does not support {type(model).__name__} in pipeline stages: its layers "
+            "cannot be computed from stored activations; remove the restore section"
         )
 
 

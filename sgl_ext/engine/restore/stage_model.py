@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sgl_ext.engine.core.sglang_types import ForwardBatch
+from sgl_ext.engine.restore.prompt_forward import extend_batch
 from sgl_ext.memory.slab import Layout
 from sgl_ext.tiers.arena import Pages
 
@@ -98,7 +98,8 @@ class StageModel:
         given = torch.from_numpy(inputs)
         known = given.dtype == torch.int64
         ids = given if known else torch.zeros(len(given), dtype=torch.int64)
-        batch = self._batch(ids, begin)
+        slots = torch.arange(_FIRST + begin, _FIRST + begin + len(ids))
+        batch = extend_batch(ids, _ROW, begin, slots)
         backend = self._runner.attn_backend
         backend.init_forward_metadata(batch)
         hidden = self._model.embed_tokens(ids) if known else given
@@ -142,26 +143,3 @@ class StageModel:
         """Overwrites all KV with NaN."""
         for buffer in (*self._pool.k_buffer, *self._pool.v_buffer):
             buffer.fill_(float("nan"))
-
-    def _batch(self, ids: torch.Tensor, begin: int) -> ForwardBatch:
-        from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-
-        count, end = len(ids), begin + len(ids)
-        ints = torch.int32
-        return ForwardBatch(
-            forward_mode=ForwardMode.EXTEND,
-            batch_size=1,
-            input_ids=ids,
-            req_pool_indices=torch.tensor([_ROW]),
-            seq_lens=torch.tensor([end]),
-            seq_lens_cpu=torch.tensor([end]),
-            seq_lens_sum=end,
-            out_cache_loc=torch.arange(_FIRST + begin, _FIRST + end),
-            positions=torch.arange(begin, end),
-            extend_num_tokens=count,
-            extend_seq_lens=torch.tensor([count], dtype=ints),
-            extend_prefix_lens=torch.tensor([begin], dtype=ints),
-            extend_start_loc=torch.tensor([0], dtype=ints),
-            extend_seq_lens_cpu=[count],
-            extend_prefix_lens_cpu=[begin],
-        )

@@ -20,9 +20,10 @@ from sgl_ext.engine.tiers.planner import open_planner
 from sgl_ext.engine.tiers.stages import Stages
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.streams import streams_of
+from sgl_ext.planning.agreement import Agreement
 from sgl_ext.planning.prefixes import Prefixes
 from sgl_ext.planning.staged_prefixes import StagedPrefixes
-from sgl_ext.planning.staged_stores import StagedStores
+from sgl_ext.planning.staged_stores import StagedStores, Storing
 from sgl_ext.tiers.arena import Key
 from sgl_ext.tiers.build import open_stack
 from sgl_ext.tiers.departures import Departures
@@ -96,11 +97,12 @@ class TierLinker(UnifiedCacheLinker):
         except ExtError as error:
             refuse(error)
         self.planner = planner
-        self.prefixes, self._stores = Prefixes(self.stack, planner), None
+        self.prefixes = Prefixes(self.stack, planner)
+        self._storing: Storing = self.stack.stores
+        self._stores: StagedStores | None = None
         if self._stages is not None:
-            agreement = self._stages.agreement
-            self.prefixes = StagedPrefixes(self.stack, planner, agreement)
-            self._stores = StagedStores(self.stack.stores, agreement)
+            prefixes = StagedPrefixes(self.stack, planner, self._stages.agreement)
+            self.use_in_stages(prefixes, self.stack.stores)
         self.departures = Departures(self.stack, time.monotonic)
         self._allocator.in_flight = self.stack.in_flight
         self._allocator.streams = self.stack.streams
@@ -126,6 +128,22 @@ class TierLinker(UnifiedCacheLinker):
         # Every length up to this one can be restored. Only the longest one that all ranks have is
         # returned, because SGLang examines each length.
         return [self.agreed(pages)]
+
+    def use_in_stages(self, prefixes: StagedPrefixes, storing: Storing) -> None:
+        """Sets how this pipeline stage finds prefixes and stores pages; called at start only."""
+        self.prefixes, self._storing = prefixes, storing
+        self._stores = StagedStores(storing, self.agreement)
+
+    @property
+    def agreement(self) -> Agreement:
+        """Agreement of the pipeline stages.
+
+        Raises:
+            RuntimeError: there is only one stage.
+        """
+        if self._stages is None:
+            raise RuntimeError("one stage agrees with nobody")
+        return self._stages.agreement
 
     def ready(self, rid: str) -> bool:
         """Returns whether the pages of a request have landed, or need not be awaited."""
@@ -179,7 +197,7 @@ class TierLinker(UnifiedCacheLinker):
     def _begin_offloads(self, *, wait: bool) -> None:
         while self._offloads and (wait or self._offloads[0][1].landed()):
             keys, slots, parent = self._offloads.popleft()
-            self.stack.stores.store(keys, slots.numpy() // self._page, parent)
+            self._storing.store(keys, slots.numpy() // self._page, parent)
 
     def num_completed_offloads(self) -> int:
         self._begin_offloads(wait=False)
