@@ -74,10 +74,11 @@ class StagedPrefixes(Prefixes):
         agreed = self._agreement.prefix(
             rid, kept.version, found, awaited=lambda: self._awaited(rid)
         )
-        if agreed.pages > found.pages:
+        # The first stage may have used an earlier report, whose pages are still kept.
+        if agreed.pages > (most := max(found.pages, len(kept.pages))):
             raise ExtError(
                 f"pipeline stages agreed on {agreed.pages} pages of {rid}, but this stage has "
-                f"{found.pages}; restart the server, and report the configuration"
+                f"{most}; restart the server, and report the configuration"
             )
         self._ready[rid] = agreed.ready
         return agreed.pages

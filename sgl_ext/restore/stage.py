@@ -116,9 +116,11 @@ def _next_span(planner: Planner, name: Name, at: int, end: int) -> Span | None:
         return None
     if name in planner.wants and not planner.restores(name):
         planner.release(name)  # its pages have no place in host memory, and are computed
-    if (plan := planner.plan(name, at, end + 1)) is None:
+    run = planner.run(name)  # its pages may go on behind those that are restored here
+    last = end if run is None else run.start + len(run.keys) * planner.page
+    if (plan := planner.plan(name, at, max(end, last) + 1)) is None:
         return None
-    return next(plan.between(at, end if plan.stop is None else plan.stop))
+    return next(plan.between(at, end if plan.stop is None else min(plan.stop, end)))
 
 
 def _await_inputs(planner: Planner, name: Name, inputs: Arrivals, at: int) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from tier_kit import keys
 
 from sgl_ext.errors import ExtError
 from sgl_ext.planning.agreement import (
+    Agreement,
     Answer,
     Ended,
     FirstStage,
@@ -24,7 +26,10 @@ from sgl_ext.planning.agreement import (
     Stored,
 )
 from sgl_ext.planning.staged_prefixes import StagedPrefixes
-from sgl_ext.planning.staged_stores import StagedStores
+from sgl_ext.planning.staged_restorations import Admitted, StagedRestorations
+from sgl_ext.planning.staged_stores import PairedStores, StagedStores
+from sgl_ext.restore.stage import Arrivals, restore
+from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.stores import Stores
 
 PAGES, REQUESTS, LENGTH = 24, 6, 6
@@ -73,9 +78,12 @@ class Look(NamedTuple):
 class Stage:
     """Tiers of a stage, and what it does in the steps that all stages have in common."""
 
-    def __init__(self, machine: Machine, agreement: FirstStage | FurtherStage) -> None:
+    def __init__(self, machine: Machine, agreement: Agreement) -> None:
         self.machine = machine
-        self.prefixes = StagedPrefixes(machine.stack, machine.planner, agreement)
+        self.prefixes = self._prefixes(agreement)
+
+    def _prefixes(self, agreement: Agreement) -> StagedPrefixes:
+        return StagedPrefixes(self.machine.stack, self.machine.planner, agreement)
 
     def step(self, looks: list[Look]) -> list[tuple[str, int]]:
         """Returns the requests that are admitted in this step, and the pages that they load."""
@@ -93,14 +101,21 @@ class Stage:
             admitted.append((look.rid, pages))
             if pages:
                 loaded, blocks = named[look.first : look.first + pages], np.arange(pages)
+                self.machine.blocks[blocks] = 0xDD
                 assert self.prefixes.load(look.rid, loaded, blocks)
+                self.prefixes.forget(look.rid)
                 index = self.machine.stack.loads.start()
                 assert self.machine.stack.loads.finish(index)
+                self.restore(look)
                 assert self.machine.right(loaded, blocks)
-            self.prefixes.forget(look.rid)
+            else:
+                self.prefixes.forget(look.rid)
         self.machine.poll()
         self.machine.stack.holds.check_integrity(self.prefixes.pinned)
         return admitted
+
+    def restore(self, look: Look) -> None:
+        """Restores what was admitted before the next forward."""
 
     def disturb(self, choose: random.Random) -> None:
         """Stores pages of some request, and so evicts others, or puts some into the lower tier."""
@@ -111,6 +126,77 @@ class Stage:
             self.machine.store(named, np.arange(len(named)) + 32)
 
 
+class FakeInputs:
+    """Activations of some leading pages of each request, which come late."""
+
+    def __init__(self, choose: random.Random) -> None:
+        self._choose = choose
+        self.kept: dict[str, int] = {}
+
+    def begin(self, rid: str, keys: Sequence[Key], begin: int) -> None:
+        pass
+
+    def find(self, rid: str, keys: Sequence[Key], begin: int) -> tuple[int, bool]:
+        if self._choose.random() < 0.3:
+            return 0, False
+        self.kept[rid] = self._choose.randrange(len(keys) + 1)
+        return self.kept[rid], True
+
+    def overwritten(self, blocks: Pages) -> None:
+        pass
+
+    def places(self, rid: str) -> Pages:
+        return np.arange(self.kept[rid])
+
+    def forget(self, rid: str) -> None:
+        self.kept.pop(rid, None)
+
+
+class RestoringStage(Stage):
+    """Stage that computes the front of a prefix while its back loads."""
+
+    def __init__(self, machine: Machine, agreement: Agreement, choose: random.Random) -> None:
+        self._choose = choose
+        self.inputs = FakeInputs(choose) if isinstance(agreement, FurtherStage) else None
+        self.computed = 0
+        super().__init__(machine, agreement)
+
+    def _prefixes(self, agreement: Agreement) -> StagedPrefixes:
+        stack, planner = self.machine.stack, self.machine.planner
+        return StagedRestorations(
+            stack, planner, agreement, self.inputs, lambda: int(self._choose.random() < 0.5)
+        )
+
+    def restore(self, look: Look) -> None:
+        assert isinstance(self.prefixes, StagedRestorations)
+        for admitted in self.prefixes.admitted():
+            assert admitted.rid == look.rid
+            (run,) = admitted.want.runs
+            self.machine.stack.holds.fill(admitted.here, admitted.blocks[: run.here])
+            if admitted.inputs is not None:
+                assert len(admitted.inputs) >= len(run.keys) - run.here
+            inputs = Arrivals()
+            inputs.come(run.start + len(run.keys) * self.machine.layout.page)
+            if self._choose.random() < 0.2:  # host memory was needed for something else
+                self.machine.planner.give_up_one()
+            compute, adopt = partial(self._compute, admitted), partial(self._adopt, admitted)
+            restore(self.machine.planner, admitted.want, inputs, compute, adopt, 30)
+            self.prefixes.restored(admitted.rid)
+
+    def _compute(self, admitted: Admitted, begin: int, end: int) -> None:
+        part = self._pages(admitted, begin, end)
+        self.machine.compute(admitted.want.runs[0].keys[part], admitted.blocks[part])
+        self.computed += part.stop - part.start
+
+    def _adopt(self, admitted: Admitted, begin: int, end: int, places: Pages) -> None:
+        part = self._pages(admitted, begin, end)
+        self.machine.stack.holds.fill(places, admitted.blocks[part])
+
+    def _pages(self, admitted: Admitted, begin: int, end: int) -> slice:
+        start, page = admitted.want.runs[0].start, self.machine.layout.page
+        return slice((begin - start) // page, (end - start) // page)
+
+
 def names(rid: str) -> list[bytes]:
     number = int(rid[1:])
     return keys(*range(100 * number, 100 * number + LENGTH))
@@ -118,17 +204,23 @@ def names(rid: str) -> list[bytes]:
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("stages", [2, 3])
-def test_stages_admit_the_same_with_pages_that_each_of_them_has(seed: int, stages: int) -> None:
+@pytest.mark.parametrize("restoring", [False, True])
+def test_stages_admit_the_same_with_pages_that_each_of_them_has(
+    seed: int, stages: int, restoring: bool
+) -> None:
     choose = random.Random(seed)  # noqa: S311
     wires = Wires(stages - 1)
     with ExitStack() as undo:
-        running = []
+        running: list[Stage] = []
         for stage in range(stages):
             machine = Machine(1, PAGES, wait=0.05)
             undo.callback(machine.close)
             wire = Wire(wires, stage)
             agreement = FurtherStage(wire) if stage else FirstStage(wires)
-            running.append(Stage(machine, agreement))
+            running.append(
+                RestoringStage(machine, agreement, choose) if restoring
+                else Stage(machine, agreement)
+            )  # fmt: skip
         waiting = [f"r{number}" for number in range(REQUESTS)]
         steps: list[list[Look]] = []
         decided: list[list[tuple[str, int]]] = []
@@ -163,6 +255,8 @@ def test_stages_admit_the_same_with_pages_that_each_of_them_has(seed: int, stage
             one.prefixes.clear()
             assert not one.prefixes.pinned
             one.machine.check_integrity()
+            if isinstance(one, RestoringStage):
+                assert one.inputs is None or not one.inputs.kept
         assert all(not each for each in wires.down)
 
 
@@ -247,3 +341,16 @@ def test_stores_from_before_a_reset_do_not_count() -> None:
     assert [*first.stored([True])] == []
     assert [*further.stored([])] == []
     assert [*first.stored([])] == []
+
+
+def test_kv_and_what_is_beside_it_end_together() -> None:
+    kv, beside = Ending(), Ending()
+    paired = PairedStores(kv, beside)
+    kv.over += [True, False]
+    assert paired.completed() == 0
+    beside.over += [False, True]
+    assert paired.completed() == 2
+    assert paired.pop() is True
+    assert paired.pop() is False
+    assert not kv.over
+    assert not beside.over
