@@ -8,6 +8,12 @@ from pydantic import Field
 
 from sgl_ext.config.values import Section
 
+EXPERIMENT = "SGLEXT_RESTORE_EXPERIMENT"
+"""Environment variable for measurements, which is not part of the configuration."""
+IN_SEQUENCE = "in_sequence"
+"""Value of :data:`EXPERIMENT` with which a pipeline stage begins to restore its layers only when
+the stage before has computed the step."""
+
 
 class Restore(Section):
     """Computing the front of a cached prefix while its back loads (exact; CacheFlow)."""

@@ -121,7 +121,6 @@ class StagedPrefixes(Prefixes):
     def clear(self) -> None:
         for rid in [*self._kept]:
             self._end(rid)
-        self._agreement.reset()
 
     @property
     def pinned(self) -> list[Pages]:

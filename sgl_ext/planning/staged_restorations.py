@@ -124,12 +124,16 @@ class StagedRestorations(StagedPrefixes):
         super().clear()
 
     def _begin(self, rid: str, keys: Sequence[Key], begin: int) -> None:
+        if not self._stack.enabled:
+            return
         here = self._host.lookup(keys)
         self._planner.restore(self._want(rid, keys, begin, here))
         if self._inputs is not None:
             self._inputs.begin(rid, keys[here:], begin + here * self._planner.page)
 
     def _find(self, rid: str, keys: Sequence[Key], kept: Kept) -> Found:
+        if not self._stack.enabled:
+            return Found(0, ready=True)
         name = _name(rid)
         run = self._planner.run(name)
         if run is not None and run.start != kept.begin:  # from its arrival, when it began elsewhere

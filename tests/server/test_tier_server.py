@@ -173,7 +173,7 @@ def test_disk_failures_do_not_change_answers(
         assert lost > 0
         shown = CliRunner().invoke(app, ["top", server.url, "--once"], env={"COLUMNS": "200"})
         assert f"checksum {lost}" in shown.output
-        labels = 'reason="checksum",tier="ssd",tp_rank="0"'
+        labels = 'pp_rank="0",reason="checksum",tier="ssd",tp_rank="0"'
         until(lambda: f"sglang_ext:tiers_failures_total{{{labels}}} {lost}.0" in metrics(server))
 
         # Both files are truncated in the middle of a page.

@@ -18,6 +18,7 @@ from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.bench.restore.batches import Batches, BatchSizes
 from sgl_ext.bench.restore.contexts import Context, mixed_lengths, of_lengths
 from sgl_ext.bench.restore.layers import report_layers
+from sgl_ext.bench.restore.served_stages import report_served_stages
 from sgl_ext.bench.restore.servers import (
     CAKE,
     LOAD,
@@ -57,6 +58,8 @@ class _Sizes:
     """Lengths of the contexts that are restored from host memory, in tokens."""
     by_stages: Sequence[int]
     """Lengths of the contexts that two stages of a pipeline restore four times each, in tokens."""
+    served_stages: Sequence[int]
+    """Lengths of the contexts that servers of two stages restore, in tokens."""
     pool: int
     """Device pool, in tokens."""
 
@@ -70,6 +73,7 @@ _QUICK = _Sizes(
     BatchSizes({8: 2}, (0,), 12, (0,)),
     (512,),
     (2048,),
+    (1024,),
     32_000,
 )
 _WHOLE = _Sizes(
@@ -81,11 +85,12 @@ _WHOLE = _Sizes(
     BatchSizes({2: 2, 4: 2, 8: 10}, (0, 1, 2), 96, (0, 1, 2)),
     (128, 256, 512, 1024),
     (2048, _REFERENCE),
+    (2048, _REFERENCE),
     32_000,
 )
 
 
-PARTS = ("alone", "batches", "arrivals", "host", "stages")
+PARTS = ("alone", "batches", "arrivals", "host", "stages", "served_stages")
 
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
@@ -96,6 +101,10 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
         _slow_tiers(report, model, out, sizes, parts)
     if "stages" in parts:
         report_stages(report, model, sizes.by_stages, _STAGE_ROUNDS)
+    if "served_stages" in parts:
+        report_served_stages(
+            report, model, out, sizes.served_stages, *((1, 1) if quick else (3, 2))
+        )
     return report
 
 

@@ -93,6 +93,13 @@ class InputRows(StageInputs):
         self._planner.clear()
         self.stack.clear()
 
+    def disable(self) -> None:
+        """Finds and keeps nothing any more: the weights change. Stores in progress still end."""
+        self.clear()
+        self._planner.clear()
+        self._known[:] = False
+        self.stack.disable("an update of the model's weights has started")
+
     def close(self) -> None:
         self.clear()
         self._planner.close()

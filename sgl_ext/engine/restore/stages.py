@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sgl_ext.config import Restore
+from sgl_ext.config.restore import EXPERIMENT, IN_SEQUENCE
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.meta_info import tell
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from sgl_ext.planning.planner import Planner
     from sgl_ext.tiers.stack import TierStack
 
+logger = logging.getLogger(__name__)
 _DEADLINE_S = 300.0
 """Deadline of a restoration, in seconds; a stage that exceeds it ends the server."""
 
@@ -48,6 +52,7 @@ class StagedRestorePower(Power[Restore]):
     planner: Planner
     stack: TierStack
     rows: InputRows | None = None
+    _in_sequence: bool = False
     _metrics: RestoreMetrics | None = None
 
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
@@ -72,6 +77,9 @@ class StagedRestorePower(Power[Restore]):
             self.stack, self.planner, linker.agreement, self.rows, self._running
         )
         linker.use_in_stages(self.prefixes, storing)
+        if experiment := os.environ.get(EXPERIMENT):
+            logger.warning("%s is set: this server is part of an experiment", EXPERIMENT)
+        self._in_sequence = experiment == IN_SEQUENCE
         if get_observability().enable_metrics and first:  # the others restore the same requests
             from sgl_ext.engine.restore.metrics import RestoreMetrics
 
@@ -79,10 +87,12 @@ class StagedRestorePower(Power[Restore]):
 
     def receive(self, original: Original, scheduler: Scheduler, batch: ScheduleBatch) -> object:
         """Surrounds the wait for what the stage before this one computes of the next batch."""
+        received: Any = original(scheduler) if self._in_sequence else None
         for admitted in self.prefixes.admitted():
             self._restore(admitted, next(req for req in batch.reqs if req.rid == admitted.rid))
             self.prefixes.restored(admitted.rid)
-        received: Any = original(scheduler)
+        if not self._in_sequence:
+            received = original(scheduler)
         if self.rows is not None:
             if "residual" not in received.tensors:
                 raise ExtError(
@@ -146,9 +156,9 @@ class StagedRestorePower(Power[Restore]):
             self.rows.reset()
 
     def weights_changed(self) -> None:
-        self.reset()
+        self.prefixes.clear()
         if self.rows is not None:
-            self.rows.stack.disable("the model's weights change")
+            self.rows.disable()
 
     def close(self) -> None:
         self.prefixes.clear()

@@ -214,6 +214,7 @@ class TierLinker(UnifiedCacheLinker):
         self.prefixes.clear()
         if self._stores is not None:
             self._stores.clear()
+            self.agreement.reset()
         self.planner.clear()
         self.stack.clear()
 

@@ -123,6 +123,7 @@ class TiersPower(Power[Tiers]):
 
     def weights_changed(self) -> None:
         """Disables the tiers, whose pages belong to the weights that the server started with."""
+        self.linker.prefixes.clear()
         self.planner.clear()
         self.stack.disable(
             "an update of the model's weights has started; restart the server to use the tiers "
