@@ -296,6 +296,21 @@ TABLES: dict[str, Table] = {
         },
         [Column("restored in", "restored_ms_p50", S_OF_MS)],
     ),
+    "restore-served-stages": Table(
+        "restore-served-stages",
+        "a server of two stages",
+        {
+            "recomputes": {"system": "recompute"},
+            "loads": {"system": "load"},
+            "restores one stage after the other": {"system": "one stage after the other"},
+            "restores its stages at once": {"system": "stages at once"},
+        },
+        [
+            Column(f"{tokens:,} tokens: {title}", f"ttft_ms_{key}", S_OF_MS, {"tokens": tokens})
+            for tokens in (2048, 4096)
+            for title, key in (("TTFT p50", "p50"), ("p90", "p90"))
+        ],
+    ),
     "swap": Table(
         "swap-link",
         "preempted requests are",

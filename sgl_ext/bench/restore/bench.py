@@ -90,7 +90,7 @@ _WHOLE = _Sizes(
 )
 
 
-PARTS = ("alone", "batches", "arrivals", "host", "stages", "served_stages")
+PARTS = ("alone", "batches", "arrivals", "host", "stages", "served-stages")
 
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
@@ -101,7 +101,7 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
         _slow_tiers(report, model, out, sizes, parts)
     if "stages" in parts:
         report_stages(report, model, sizes.by_stages, _STAGE_ROUNDS)
-    if "served_stages" in parts:
+    if "served-stages" in parts:
         report_served_stages(
             report, model, out, sizes.served_stages, *((1, 1) if quick else (3, 2))
         )

@@ -1,8 +1,8 @@
 """Benefit of boundary activations for a model in two processes, each with half of the layers.
 
-SGLang's pipeline parallelism does not start on this kind of machine with a model whose embeddings
-are tied. Therefore two processes of this package run the model's layers, each on one core, without
-a scheduler.
+Two processes of this package run the model's layers, each on one core, without a scheduler, so that
+sources of a stage's input can be compared that a server does not have
+(:mod:`~sgl_ext.bench.restore.served_stages` measures servers).
 """
 
 from __future__ import annotations
