@@ -125,8 +125,9 @@ def test_stages_with_tiers_give_the_answers_of_one_stage_without(
         if name == "host":
             assert hits[1].get("host", 0) > 0.4 * asked
         if name == "ssd":
-            # The flush has emptied device and host memory. Requests share some of their prompts.
-            assert hits[2]["ssd"] > 0.5 * asked
+            # The flush has emptied device and host memory. Half of the prompts may find what
+            # aborted requests with nearly the same prompts have loaded.
+            assert hits[2]["ssd"] > 0.25 * asked
             assert hits[2].total() > 0.9 * asked
         if name == "restored":
             told = [
@@ -136,7 +137,9 @@ def test_stages_with_tiers_give_the_answers_of_one_stage_without(
             assert sum(entry["computed"] for entry in restored) > 100
             assert sum(entry["loaded"]["ssd"] for entry in restored) > 100
         if name == "restarted":
-            assert hits[0]["ssd"] > 0.5 * sum(map(len, rounds[0]))
+            first = sum(map(len, rounds[0]))
+            assert hits[0]["ssd"] > 0.25 * first
+            assert hits[0].total() > 0.9 * first
         failures = {tier: each["failures"] for tier, each in found["tiers"].items()}
         assert all({*each} <= {"no_room"} for each in failures.values()), failures
 

@@ -48,7 +48,8 @@ def _ready(original: Original, scheduler: Scheduler) -> object:
             except ExtError as error:
                 refuse(hooks.ActivationError(str(error)))
         planning.prepare(ext)
-        for power in powers_of(ext.config, stages=get_parallel().pp_size):
+        stages = 1 if ext.config.restore is None else get_parallel().pp_size
+        for power in powers_of(ext.config, stages=stages):
             try:
                 power.open(ext, scheduler)
             except hooks.ActivationError as error:
