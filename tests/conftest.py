@@ -47,7 +47,7 @@ LONGEST = (
 SLOW = (
     "block_groups", "chaos", "cluster_fuzz", "device_scenarios", "device_sides", "doctor",
     "faked_device", "followers_on_device", "fuzz", "harness", "kv_allocator", "loan", "races",
-    "remote", "secrets", "ssd_crash", "ssd_stalls", "ssd_start", "torchvision_bridge",
+    "remote", "secrets", "ssd_crash", "ssd_stalls", "ssd_start", "staged", "torchvision_bridge",
     "triton_compile", "triton_kernels", "triton_log_sums", "triton_rotate", "unserved",
 )  # fmt: skip
 """Names of unit test files that take seconds or more"""
