@@ -33,7 +33,7 @@ class Found(NamedTuple):
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
-    """What a stage has for a request, and keeps until the request's version changes or ends."""
+    """Pages of a request that a stage has pinned, until its version changes or the request ends."""
 
     rid: str
     version: int
@@ -51,7 +51,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """What all stages have for a request."""
+    """Pages of a request that all stages have pinned."""
 
     rid: str
     version: int
@@ -95,7 +95,7 @@ class ToOthers(Protocol):
 
 
 class Agreement(ABC):
-    """What one stage asks in a step; all stages ask the same in the same order."""
+    """Consensus of pipeline stages; every stage makes the same calls in the same order."""
 
     @abstractmethod
     def prefix(

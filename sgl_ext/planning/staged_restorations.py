@@ -32,7 +32,7 @@ class Inputs(Protocol):
         """Is called when KV is loaded into ``blocks`` of the device without activations."""
 
     def places(self, rid: str) -> Pages:
-        """Returns the places in host memory of what is kept for a request."""
+        """Returns the slots in host memory of the activations pinned for a request."""
 
     def forget(self, rid: str) -> None: ...
 
@@ -54,7 +54,7 @@ class Admitted:
 
 @dataclass
 class _Found:
-    """What was reported as restorable; it does not change until another position is looked up."""
+    """Restorable pages that were reported; constant until the request is looked up elsewhere."""
 
     pages: int
     here: int

@@ -21,7 +21,7 @@ class Storing(Protocol):
 
 
 class PairedStores:
-    """Stores of KV and, under the same keys, of what belongs to it; each pair ends as one.
+    """Stores of KV pages and of activations under the same keys; each pair completes as one.
 
     A pair is as successful as the store of the KV.
     """

@@ -262,7 +262,7 @@ def test_stages_admit_the_same_with_pages_that_each_of_them_has(
 
 @pytest.mark.parametrize("restoring", [False, True])
 def test_after_an_update_of_the_weights_nothing_is_loaded(restoring: bool) -> None:
-    """What was promised before belongs to the old weights; stores still end in all stages."""
+    """Pinned pages belong to the old weights and are released; stores still complete."""
     choose, wires = random.Random(0), Wires(1)  # noqa: S311
     with ExitStack() as undo:
         stages: list[Stage] = []
