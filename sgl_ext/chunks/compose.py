@@ -106,13 +106,13 @@ def compose(
 
 def _linked(context: Context, at: int, preparation: int) -> LinkedChunk:
     """Returns the chunk of a context at a position of a prompt."""
-    recompute, blend = context.recompute, context.blend
+    recompute, blend, query = context.recompute, context.blend, context.query
     if at == 0 and not context.before:
-        recompute, blend = (), 0  # computed without a prefix, its KV is exact here
+        recompute, blend, query = (), 0, 0  # computed without a prefix, its KV is exact here
     elif at == 0:
         # The first token of a prompt is an attention sink because of its position.
         recompute = tuple(sorted({0, *recompute}))
-    return LinkedChunk(at, len(context.tokens), preparation, recompute, blend)
+    return LinkedChunk(at, len(context.tokens), preparation, recompute, blend, query)
 
 
 def _parts(text: str, context_of: Callable[[str], Context]) -> Iterator[str | Context]:

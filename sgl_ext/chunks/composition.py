@@ -30,6 +30,9 @@ class LinkedChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blend: int = 0
     """Percentage of the other tokens that are recomputed in all layers but the first ones. They are
     the tokens whose values change most (CacheBlend)."""
+    query: int = 0
+    """Percentage of the other tokens that are recomputed because the last tokens of the prompt
+    attend to them most."""
 
 
 class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,6 +97,11 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 )
             if not 0 <= chunk.blend < 100:
                 raise ValueError(f"chunk {number} blends {chunk.blend} percent; expected 0 to 99")
+            if not 0 <= chunk.query < 100 or (chunk.query and chunk.blend):
+                raise ValueError(
+                    f"chunk {number} selects {chunk.query} percent by attention and blends "
+                    f"{chunk.blend} percent; expected one of them, 0 to 99"
+                )
             if not 0 <= chunk.preparation < len(self.preparations):
                 raise ValueError(
                     f"chunk {number} references preparation {chunk.preparation}, but the "
@@ -141,7 +149,9 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             blend_share: share of the model's layers that CacheBlend computes for all tokens.
             stop: see :class:`~sgl_ext.planning.plan.PrefillPlan`.
         """
-        return PrefillPlan(self._spans(length, available, lead, blend_share), stop=stop)
+        selecting = next((chunk.at for chunk in self.chunks if chunk.query), None)
+        spans = self._spans(length, available, lead, blend_share)
+        return PrefillPlan(spans, stop=stop, undivided=selecting)
 
     def _spans(
         self,
@@ -153,7 +163,7 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         spans = [Span(one.start, one.stop, Link(LEAD, 0)) for one in lead]
         for number, (chunk, found) in enumerate(zip(self.chunks, available, strict=True)):
             blend = chunk.blend / 100
-            work = blend + (1 - blend) * blend_share if chunk.blend else 0.0
+            work = blend + (1 - blend) * blend_share if chunk.blend else chunk.query / 100
             link = Link(number, chunk.at, work)
             for start, end in _gaps(chunk.recompute, found):
                 every = _without(chunk.at + start, chunk.at + end, lead)

@@ -45,11 +45,13 @@ class Context:
     recompute: tuple[int, ...]
     """Offsets of its tokens that are recomputed wherever it is linked, ascending."""
     blend: int
-    """Percentage of its tokens that are selected for recomputation where it is linked."""
+    """Percentage of its tokens that CacheBlend selects for recomputation where it is linked."""
     salt: str | None
     """``cache_salt`` of the tenant; other tenants have no access to the context."""
     expires: float | None
     """Expiry on the registry's clock, in seconds; None if it does not expire."""
+    query: int = 0
+    """Percentage of its tokens that the end of the prompt selects for recomputation."""
 
 
 class Keeper(Protocol):
@@ -109,6 +111,7 @@ class Contexts:
         before: Sequence[int] = (),
         recompute: Sequence[int] = (),
         blend: int = 0,
+        query: int = 0,
         salt: str | None = None,
         ttl: float | None = None,
         keep: bool = True,
@@ -126,8 +129,9 @@ class Contexts:
         expires = None if ttl is None else self.clock() + ttl
         id_ = f"ctx-{secrets.token_urlsafe(_ID_BYTES)}"
         context = Context(
-            id_, text, tuple(tokens), method, tuple(before), tuple(recompute), blend, salt, expires
-        )
+            id_, text, tuple(tokens), method, tuple(before), tuple(recompute), blend, salt, expires,
+            query,
+        )  # fmt: skip
         if keep and self.keeper is not None:
             self.keeper.add(context, ttl)
         context = self._insert(context)

@@ -38,6 +38,8 @@ class Recompute(Enum):
     BLEND = "blend"
     """The tokens whose values differ most where the chunk is linked. They are recomputed in all
     layers but the first ones (CacheBlend)."""
+    QUERY = "query"
+    """The tokens that the last tokens of the prompt attend to most where the chunk is linked."""
     ALL = "all"
 
 
@@ -48,7 +50,8 @@ class LinkMethod:
     preparation: Preparation
     recompute: Recompute
     amount: int = 0
-    """Recomputed tokens of each chunk; for :attr:`Recompute.BLEND`, percentage of linked tokens."""
+    """Recomputed tokens of each chunk; for :attr:`Recompute.BLEND` and :attr:`Recompute.QUERY`,
+    percentage of linked tokens."""
 
     def __str__(self) -> str:
         if self.preparation is Preparation.PRIMED:
@@ -61,6 +64,7 @@ class LinkMethod:
             Recompute.NOTHING: "naive",
             Recompute.HEAD: f"lego-{self.amount}",
             Recompute.BLEND: f"blend-{self.amount}",
+            Recompute.QUERY: f"query-{self.amount}",
             Recompute.ALL: "full",
         }
         return names[self.recompute]
@@ -72,9 +76,11 @@ _PATTERNS = (
     (r"lego-0", Preparation.BOS, Recompute.NOTHING),
     (r"lego-([1-9]\d{0,3})", Preparation.BARE, Recompute.HEAD),
     (r"blend-([1-9]\d?)", Preparation.BARE, Recompute.BLEND),
+    (r"query-([1-9]\d?)", Preparation.BARE, Recompute.QUERY),
     (r"primed", Preparation.PRIMED, Recompute.NOTHING),
     (r"primed\+head-([1-9]\d{0,3})", Preparation.PRIMED, Recompute.HEAD),
     (r"primed\+offline-([1-9]\d{0,3})", Preparation.PRIMED, Recompute.OFFLINE),
+    (r"primed\+query-([1-9]\d?)", Preparation.PRIMED, Recompute.QUERY),
 )
 
 
@@ -89,5 +95,6 @@ def link_method(name: str) -> LinkMethod:
             return LinkMethod(preparation, recompute, int(match[1]) if match.groups() else 0)
     raise ExtError(
         f"unknown link method {name!r}; expected full, naive, lego-0, lego-K (K tokens of each "
-        "chunk), blend-R (R percent), primed, primed+head-K or primed+offline-K"
+        "chunk), blend-R or query-R (R percent), primed, primed+head-K, primed+offline-K or "
+        "primed+query-R"
     )

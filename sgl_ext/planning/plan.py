@@ -72,15 +72,21 @@ class PrefillPlan:
     Args:
         stop: Position that the next forward must not pass, because the sources of the tokens after
             it are not decided yet; None if all are decided.
+        undivided: Position from which on one forward should compute the rest, if the budget of a
+            forward allows it, because the last tokens select which others are computed; None if
+            the rest may be divided anywhere.
 
     Raises:
         ValueError: The spans have a gap or an overlap, a span is empty, or the last token is not
             computed. It must be, because the answer is sampled from its logits.
     """
 
-    def __init__(self, spans: Iterable[Span], *, stop: int | None = None) -> None:
+    def __init__(
+        self, spans: Iterable[Span], *, stop: int | None = None, undivided: int | None = None
+    ) -> None:
         self.spans = tuple(spans)
         self.stop = stop
+        self.undivided = undivided
         at = 0
         for span in self.spans:
             if span.start != at or span.end <= span.start:

@@ -178,12 +178,17 @@ def run(
     added = prompt + question + second + question
     more = [*whole, LinkedChunk(len(prompt + question), len(second), 0)]
 
-    def blended(percent: int, name: str) -> Step:
+    def selecting(name: str, blend: int = 0, query: int = 0) -> Step:
         two = [
-            LinkedChunk(head, len(second), 0, (), percent),
-            LinkedChunk(moved, len(first), 0, (), percent),
+            LinkedChunk(head, len(second), 0, (), blend, query),
+            LinkedChunk(moved, len(first), 0, (), blend, query),
         ]
         return linked(both, two, [prefix], name)
+
+    mixed = [
+        LinkedChunk(head, len(second), 0, (), 15),
+        LinkedChunk(moved, len(first), 0, (3, 4), 0, 15),
+    ]
 
     script = {
         "stock": [{"ids": prompt, "extra_key": "stock"}],
@@ -201,10 +206,18 @@ def run(
             linked(both, [LinkedChunk(moved, len(first), 0, everything)], [prefix], "c")
         ],
         "absent": [linked(both, [LinkedChunk(head, len(second), 0)], [[9, 9]], "d")],
-        "naive": [blended(0, "e")],
-        "blended": [blended(15, "f")],
-        "nearly all": [blended(99, "g")],
-        "together": [blended(15, "h"), {"ids": both, "extra_key": "plain"}, blended(0, "i")],
+        "naive": [selecting("e")],
+        "blended": [selecting("f", blend=15)],
+        "nearly all blended": [selecting("g", blend=99)],
+        "queried": [selecting("j", query=50)],
+        "nearly all queried": [selecting("k", query=99)],
+        "mixed": [linked(both, mixed, [prefix], "l")],
+        "together": [
+            selecting("h", blend=15),
+            {"ids": both, "extra_key": "plain"},
+            selecting("i"),
+            selecting("m", query=50),
+        ],
     }
     answers = play(
         [*script.values()], model, page, chunk, tmp_path_factory.mktemp("run"), pool=8000
@@ -247,19 +260,35 @@ def test_tokens_that_are_not_linked_are_computed(run: Run, name: str) -> None:
     assert sum(found["computed"]) == prompt
 
 
-def test_blending_recomputes_a_share_and_reduces_the_error(run: Run) -> None:
+@pytest.mark.parametrize(("name", "percent"), [("blended", 15), ("queried", 50)])
+def test_a_selected_share_is_recomputed_and_reduces_the_error(
+    run: Run, name: str, percent: int
+) -> None:
     stock = run.answers["stock of both"]
     far, near, nearest = (
-        distance(run.answers[name], stock) for name in ("naive", "blended", "nearly all")
+        distance(run.answers[each], stock) for each in ("naive", name, f"nearly all {name}")
     )
-    assert nearest < near < far
+    assert nearest < far
+    if name == "blended" or run.page == 1:  # else it has parts, the last of which selects
+        assert nearest < near < far
     chunks, rest = len(run.first) + len(run.second), len(run.prefix) + len(run.question)
-    share = 15 * chunks // 100
-    (told,) = run.answers["blended"]["answers"][0][3]
-    assert (told["recomputed"], told["missing"]) == (share, 0)
+    share = percent * chunks // 100
+    (told,) = run.answers[name]["answers"][0][3]
+    assert told["missing"] == 0
+    assert told["linked"] + told["recomputed"] == chunks
+    if name == "blended" or run.page == 1:
+        assert told["recomputed"] == share
     if run.page == 1:  # the prompt is one chunk of the prefill
-        # First all tokens, in the first layers; then the rest and the share, in the others.
-        assert sum(run.answers["blended"]["computed"]) == chunks + rest + rest + share
+        # First all tokens, in the first layers, or what selects; then the rest and the share.
+        first = chunks + rest if name == "blended" else rest
+        assert sum(run.answers[name]["computed"]) == first + rest + share
+
+
+def test_chunks_of_one_prompt_may_select_in_two_ways(run: Run) -> None:
+    (told,) = run.answers["mixed"]["answers"][0][3]
+    naive, stock = run.answers["naive"], run.answers["stock of both"]
+    assert told["recomputed"] >= 15 * len(run.first) // 100
+    assert distance(run.answers["mixed"], stock) < distance(naive, stock)
 
 
 @given(
@@ -274,8 +303,8 @@ def test_reported_numbers_of_tokens_add_up(
     chunks, at = [], 5
     for length, amount in zip(lengths, amounts, strict=False):
         recompute = tuple(range(min(amount, length + 1)))
-        blend = 15 if amount == 0 else 0
-        chunks.append(LinkedChunk(at, length + 1, 0, recompute, blend))
+        blend, query = (15, 0) if amount == 0 else (0, 15 if amount == 3 else 0)
+        chunks.append(LinkedChunk(at, length + 1, 0, recompute, blend, query))
         at += length + 3
     composition = Composition("any", "ns", ((),), tuple(chunks))
     every = [[range(chunk.length)] for chunk in chunks]
@@ -291,10 +320,9 @@ def test_reported_numbers_of_tokens_add_up(
     assert none["recomputed"] + none["missing"] == behind
 
 
-def test_a_batch_can_mix_blended_plain_and_linked_requests(run: Run) -> None:
-    for found, name in zip(
-        run.answers["together"]["answers"], ("blended", "stock of both", "naive"), strict=True
-    ):
+def test_a_batch_can_mix_requests_of_all_methods_and_plain_ones(run: Run) -> None:
+    names = ("blended", "stock of both", "naive", "queried")
+    for found, name in zip(run.answers["together"]["answers"], names, strict=True):
         ids, logprobs, *_ = run.answers[name]["answers"][0]
         assert found[0] == ids
         assert found[1] == pytest.approx(logprobs, abs=1e-3)

@@ -12,6 +12,7 @@ from typing import NamedTuple, get_args
 
 from sgl_ext.bench.chunks.linked import (
     DEFAULT,
+    QUERY,
     Contexts,
     asked,
     computed_share,
@@ -143,7 +144,7 @@ class Accuracy:
     def _compare_to(
         self, report: Report, where: str, found: Mapping[str, Sequence[_Compared]]
     ) -> None:
-        """Adds figures that compare the default method with two others.
+        """Adds figures that compare two of our methods with two others.
 
         Args:
             where: suffix of the names of the figures.
@@ -152,8 +153,9 @@ class Accuracy:
         klt = {name: statistics.mean(one.mean for one in each) for name, each in found.items()}
         cost = {name: statistics.mean(one.cost for one in each) for name, each in found.items()}
         for name, other in (("lego16", "lego-16"), ("blend15", "blend-15")):
-            report.figures[f"klt_ratio_vs_{name}{where}"] = klt[DEFAULT] / klt[other]
-            report.figures[f"cost_ratio_vs_{name}{where}"] = cost[DEFAULT] / cost[other]
+            for ours, of in ((DEFAULT, ""), (QUERY, "query15_")):
+                report.figures[f"{of}klt_ratio_vs_{name}{where}"] = klt[ours] / klt[other]
+                report.figures[f"{of}cost_ratio_vs_{name}{where}"] = cost[ours] / cost[other]
 
     def _divergence(
         self, report: Report, what: str, prompts: Sequence[Prompt], methods: Sequence[str]
@@ -233,6 +235,8 @@ class Accuracy:
             )
         rate = {name: statistics.mean(each) for name, each in found.items()}
         report.figures["needle_found_vs_blend15"] = rate[DEFAULT] - rate["blend-15"]
+        for name in self._sizes.compared:
+            report.figures[f"needle_found_of_stock_{name}"] = rate[name] / rate["stock"]
 
     def _finds(self, prompt: Prompt, name: str) -> bool:
         """Returns whether a system's answer contains the needle's code."""

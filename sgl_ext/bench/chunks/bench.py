@@ -21,7 +21,7 @@ from pathlib import Path
 from sgl_ext.bench.chunks.accuracy import PARTS as ACCURACY
 from sgl_ext.bench.chunks.accuracy import Accuracy, AccuracySizes
 from sgl_ext.bench.chunks.creation import Creation, CreationSizes
-from sgl_ext.bench.chunks.linked import DEFAULT, EXACT, PAGE, systems
+from sgl_ext.bench.chunks.linked import DEFAULT, EXACT, PAGE, QUERY, systems
 from sgl_ext.bench.chunks.load import Load, LoadSizes
 from sgl_ext.bench.chunks.prompts import Template
 from sgl_ext.bench.chunks.speed import Speed, SpeedSizes
@@ -32,9 +32,9 @@ from sgl_ext.serving import server
 
 _METHODS = (
     "naive", "lego-0", "lego-2", "lego-8", "lego-16", "lego-32", "blend-5", "blend-15",
-    "primed", "primed+head-8", DEFAULT,
+    "query-5", QUERY, "primed", "primed+head-8", "primed+query-15", DEFAULT,
 )  # fmt: skip
-_COMPARED = ("lego-16", "blend-15", DEFAULT)
+_COMPARED = ("lego-16", "blend-15", QUERY, DEFAULT)
 _COMPARED_POOL = 80_000
 """Device pool of the servers whose answers are compared, in tokens.
 
@@ -73,7 +73,7 @@ _WHOLE = _Sizes(
         needles=60,
         needle_length=2048,
     ),
-    CreationSizes(4, ("lego-16", "primed", DEFAULT)),
+    CreationSizes(4, ("lego-16", QUERY, "primed", DEFAULT)),
 )
 
 

@@ -22,6 +22,7 @@ PAGE = 16
 _ARGUMENTS = ("--page-size", str(PAGE), "--enable-metrics")
 _EXTENSION = ("--enable-ext", "--ext-config", '{"chunks": {}}')
 DEFAULT = Chunks().method
+QUERY = "query-15"
 EXACT = ("--dtype", "float32")
 """Arguments of servers whose answers should differ because of linking, not of rounding."""
 _DEADLINE_S = 600.0

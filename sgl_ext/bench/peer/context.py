@@ -15,7 +15,8 @@ from sgl_ext.errors import ExtError
 from sgl_ext.serving.http import forget, live
 from sgl_ext.serving.server import Server, System
 
-_DEADLINE_S = 120.0
+_DEADLINE_S = 600.0
+"""Deadline of the first request of a search, in seconds."""
 _SEARCHED = 8 * PAGE
 """Width of the range in which the longest prompt is searched, in tokens. Its end is the maximum."""
 
@@ -71,12 +72,14 @@ def _longest(server: Server, most: int) -> tuple[int, float]:
     ids = [chance.randrange(1000, 40_000) for _ in range(most)]
     # SGLang needs a page and two tokens in addition to the prompt.
     longest, too_long = most - PAGE - 2 - _SEARCHED, most - PAGE - 1
-    seconds = _answers(server, ids[:longest])
+    seconds = _answers(server, ids[:longest], _DEADLINE_S)
     if seconds is None:
         raise ExtError(f"{server.url} did not answer a request of {longest} tokens")
     tried = too_long - 1
+    # A request that is too long waits without end; a page more hardly takes longer.
+    deadline = 2 * seconds + 10
     while longest < too_long - 1:
-        found = _answers(server, ids[:tried])
+        found = _answers(server, ids[:tried], deadline)
         if found is None:
             too_long = tried
         else:
@@ -85,8 +88,8 @@ def _longest(server: Server, most: int) -> tuple[int, float]:
     return longest, seconds
 
 
-def _answers(server: Server, ids: list[int]) -> float | None:
-    """Returns the seconds of a request with an empty cache; None if it is not answered."""
+def _answers(server: Server, ids: list[int], deadline: float) -> float | None:
+    """Returns the seconds of a request with an empty cache; None if it is not answered by then."""
     body: dict[str, Any] = {
         "input_ids": ids,
         "sampling_params": {"max_new_tokens": 1, "temperature": 0},
@@ -94,8 +97,8 @@ def _answers(server: Server, ids: list[int]) -> float | None:
     forget(server.url)
     began = time.monotonic()
     try:
-        found = requests.post(f"{server.url}/generate", json=body, timeout=_DEADLINE_S)
-    except requests.Timeout:  # the request waits without end
+        found = requests.post(f"{server.url}/generate", json=body, timeout=deadline)
+    except requests.Timeout:
         requests.post(f"{server.url}/abort_request", json={"abort_all": True}, timeout=_DEADLINE_S)
         return None
     if not found.ok or found.json()["meta_info"]["completion_tokens"] != 1:

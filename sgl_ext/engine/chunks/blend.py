@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from sgl_ext.chunks.methods import BLEND_LAYERS
 from sgl_ext.engine.kv.indices import Download, upload
 from sgl_ext.engine.step.layerwise import Layers, first_rows, layer_by_layer
-from sgl_ext.engine.step.rows import Row
+from sgl_ext.engine.step.rows import Row, of_positions
 
 if TYPE_CHECKING:
     from sgl_ext.engine.step.forward import PlannedForward
@@ -86,8 +86,7 @@ def _joined(request: int, parts: Sequence[Row], chosen: NDArray[np.int64]) -> It
     """
     computed = [np.arange(part.start, part.end) for part in parts if part.kept]
     positions = np.sort(np.concatenate([chosen, *computed]))
-    for run in np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1):
-        yield Row(request, int(run[0]), int(run[-1]) + 1)
+    yield from of_positions(request, positions)
     for part in parts:
         if not part.kept and part.start != positions[-1]:
             yield part

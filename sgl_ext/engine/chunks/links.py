@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sgl_ext.chunks.composition import LEAD, Composition, Selection
+from sgl_ext.chunks.composition import LEAD, Composition, LinkedChunk, Selection
 from sgl_ext.chunks.methods import BLEND_LAYERS
 from sgl_ext.config.chunks import Chunks
 from sgl_ext.engine.chunks.blend import Candidates
@@ -230,7 +230,9 @@ class ChunkLinks:
         """Returns the report of an acquired request's plan; None if the prompt has no chunks."""
         if (request := self._requests.get(req.rid)) is None:
             return None
-        return report(request.composition, request.plan, request.prefix, request.spared)
+        return report(
+            request.composition, request.plan, request.prefix, request.spared, part=req.prefix_len
+        )
 
     def fill(self, rid: str, spans: Sequence[Span], start: int, slots: NDArray[np.int64]) -> None:
         """Copies linked KV to the slots of its tokens; see
@@ -265,14 +267,31 @@ class ChunkLinks:
 
         Returns None if it would select none.
         """
+        return self._candidates(rid, start, end, lambda chunk: chunk.blend)
+
+    def queried(self, rid: str, start: int, end: int) -> Candidates | None:
+        """Returns the linked tokens in ``start .. end - 1`` among which the end of the prompt
+        selects.
+
+        Returns None if it would select none, or if the end of the prompt is not among them.
+        """
+        if (request := self._requests.get(rid)) is None or end < request.tokens:
+            return None
+        return self._candidates(rid, start, end, lambda chunk: chunk.query)
+
+    def _candidates(
+        self, rid: str, start: int, end: int, percent: Callable[[LinkedChunk], int]
+    ) -> Candidates | None:
+        """Returns the linked tokens of the chunks of which ``percent`` are selected."""
         if (request := self._requests.get(rid)) is None:
             return None
         positions, share = [], 0
         for span in request.plan.between(start, end):
-            if isinstance(span.source, Link) and span.source.work:
+            if not isinstance(span.source, Link) or span.source.chunk == LEAD:
+                continue
+            if selected := percent(request.composition.chunks[span.source.chunk]):
                 positions.append(np.arange(span.start, span.end))
-                blend = request.composition.chunks[span.source.chunk].blend
-                share += blend * (span.end - span.start)
+                share += selected * (span.end - span.start)
         return Candidates(np.concatenate(positions), share // 100) if share >= 100 else None
 
     def select(self, req: Req, selection: Selection) -> list[int] | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
 
 from sgl_ext.chunks.composition import Composition, Selection
-from sgl_ext.chunks.methods import BLEND_LAYERS
+from sgl_ext.chunks.methods import BLEND_LAYERS, Recompute
 from sgl_ext.engine.core.sglang_types import Req
 
 COMPOSITION, SELECTION = "ext_composition", "ext_selection"
@@ -20,32 +21,35 @@ composition."""
 T = TypeVar("T")
 
 
-def blend_refusal(layers: int, tp_size: int) -> str | None:
-    """Returns why a model is not served with the methods ``blend-R``; None if it is.
+def refused(layers: int, tp_size: int) -> dict[Recompute, str]:
+    """Returns why a model is not served with some ways to choose the recomputed tokens.
 
     Args:
         layers: number of the model's layers.
     """
     if tp_size > 1:
-        return (
-            "blend-R selects tokens by the values of all KV heads, which tensor parallelism splits "
-            "across ranks; choose another method"
-        )
+        return {
+            Recompute.BLEND: "blend-R selects tokens by the values of all KV heads, which tensor "
+            "parallelism splits across ranks; choose another method",
+            Recompute.QUERY: "query-R selects tokens by the attention of all heads, which tensor "
+            "parallelism splits across ranks; choose another method",
+        }
     if layers <= BLEND_LAYERS:
-        return (
-            f"blend-R computes all tokens in the first {BLEND_LAYERS} layers and selects tokens "
-            f"for the layers behind them, but this model has {layers} layers; choose another method"
-        )
-    return None
+        return {
+            Recompute.BLEND: f"blend-R computes all tokens in the first {BLEND_LAYERS} layers and "
+            f"selects tokens for the layers behind them, but this model has {layers} layers; "
+            "choose another method"
+        }
+    return {}
 
 
-def read_parameters(req: Req, no_blend: str | None) -> None:
+def read_parameters(req: Req, unserved: Mapping[Recompute, str]) -> None:
     """Parses and checks the parameters of a request that arrives.
 
     The parsed values replace the raw ones in ``custom_params``.
 
     Args:
-        no_blend: see :func:`blend_refusal`.
+        unserved: see :func:`refused`.
 
     Raises:
         ValueError: a parameter is invalid. The caller aborts the request; the parameters of an
@@ -69,8 +73,10 @@ def read_parameters(req: Req, no_blend: str | None) -> None:
                 raise ValueError(f"{name}: {error}") from None
             if req.return_logprob:
                 read.check_logprobs(req.logprob_start_len)
-            if no_blend and any(chunk.blend for chunk in read.chunks):
-                raise ValueError(no_blend)
+            for chunk in read.chunks:
+                for way, chosen in (Recompute.BLEND, chunk.blend), (Recompute.QUERY, chunk.query):
+                    if chosen and way in unserved:
+                        raise ValueError(unserved[way])
         elif isinstance(read, Selection):
             read.check(len(req.origin_input_ids))
         params[name] = read

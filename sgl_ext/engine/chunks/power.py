@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from sgl_ext.chunks.methods import Recompute, link_method
 from sgl_ext.config import Chunks
 from sgl_ext.engine.chunks import warmup
 from sgl_ext.engine.core.attention_backends import require_running
@@ -57,8 +58,8 @@ class ChunksPower(Power[Chunks]):
     links: ChunkLinks
     _linked: Linked | None = None
     """Report of the request whose admission is tried; None if its prompt has no chunks."""
-    _no_blend: str | None = None
-    """Reason why prompts with chunks of the methods ``blend-R`` are refused; None if none is."""
+    _unserved: Mapping[Recompute, str] = {}
+    """Ways to choose the recomputed tokens that are refused, with the reasons."""
     _metrics: ChunksMetrics | None = None
 
     def serve(self, app: FastAPI, manager: TokenizerManager, info: Mapping[str, Any]) -> Front:
@@ -70,25 +71,24 @@ class ChunksPower(Power[Chunks]):
         return service
 
     def require_resolved(self, view: ServerArgs, model: ModelConfig) -> None:
-        from sgl_ext.chunks.methods import Recompute, link_method
-        from sgl_ext.engine.chunks.parameters import blend_refusal
+        from sgl_ext.engine.chunks.parameters import refused
         from sgl_ext.engine.chunks.rope import require_architecture
 
         require_architecture(model.hf_config.architectures[0])
-        blends = link_method(self.section.method).recompute is Recompute.BLEND
-        if blends and (reason := blend_refusal(model.num_hidden_layers, view.tp_size)):
+        unserved = refused(model.num_hidden_layers, view.tp_size)
+        if (reason := unserved.get(link_method(self.section.method).recompute)) is not None:
             raise ActivationError(f"chunks.method {self.section.method}: {reason}")
 
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
         from sglang.srt.runtime_context import get_observability, get_parallel
 
         from sgl_ext.engine.chunks.links import open_links
-        from sgl_ext.engine.chunks.parameters import blend_refusal
+        from sgl_ext.engine.chunks.parameters import refused
 
         require_running(scheduler.tp_worker.model_runner, self.attention())
         self._ext = ext
         layers = scheduler.model_config.num_hidden_layers
-        self._no_blend = blend_refusal(layers, get_parallel().tp_size)
+        self._unserved = refused(layers, get_parallel().tp_size)
         self.links = open_links(scheduler, ext, self.section)
         if get_observability().enable_metrics:
             from sgl_ext.engine.chunks.metrics import ChunksMetrics
@@ -109,7 +109,7 @@ class ChunksPower(Power[Chunks]):
         if req.to_finish is not None:
             return  # SGLang has rejected it already
         try:
-            read_parameters(req, self._no_blend)
+            read_parameters(req, self._unserved)
         except ValueError as error:
             req.set_finish_with_abort(str(error))
         self.links.ask(req)
@@ -162,17 +162,23 @@ class ChunksPower(Power[Chunks]):
 
     @contextmanager
     def within(self, forward: PlannedForward, rows: list[Row]) -> Iterator[list[Row]]:
-        """Surrounds a forward that selects the tokens to recompute (CacheBlend)."""
-        found = {}
+        """Surrounds a forward that selects the tokens to recompute."""
+        queried, blended = {}, {}
         for at, _, start, end in forward.planned():
+            if (each := self.links.queried(forward.rids[at], start, end)) is not None:
+                queried[at] = each
             if (each := self.links.blended(forward.rids[at], start, end)) is not None:
-                found[at] = each
-        if not found:
+                blended[at] = each
+        if queried:
+            from sgl_ext.engine.chunks.query import with_selected
+
+            rows = with_selected(forward, rows, queried)
+        if not blended:
             yield rows
             return
         from sgl_ext.engine.chunks.blend import blending
 
-        with blending(forward, rows, found) as begin:
+        with blending(forward, rows, blended) as begin:
             yield begin
 
     def prefilled(self, rid: str) -> None:

@@ -32,7 +32,12 @@ class Linked(TypedDict):
 
 
 def report(
-    composition: Composition, plan: PrefillPlan, prefix: int, spared: Iterable[range] = ()
+    composition: Composition,
+    plan: PrefillPlan,
+    prefix: int,
+    spared: Iterable[range] = (),
+    *,
+    part: int = 0,
 ) -> Linked:
     """Returns the report of ``plan`` for the tokens behind the cached ``prefix`` of a request.
 
@@ -40,9 +45,10 @@ def report(
         prefix: number of tokens that the request already has. After a retraction it may exceed
             the length of the prompt.
         spared: positions whose KV exists and is not loaded or copied.
+        part: first token of the prompt's last forward, in which its end selects tokens.
     """
     lead, linked = np.zeros(len(plan), bool), np.zeros(len(plan), bool)
-    share = 0
+    blended = queried = 0
     for start, end, source in plan.between(min(prefix, len(plan)), len(plan)):
         if not isinstance(source, Link):
             continue
@@ -50,7 +56,9 @@ def report(
             lead[start:end] = True
         else:
             linked[start:end] = True
-            share += composition.chunks[source.chunk].blend * (end - start)
+            chunk = composition.chunks[source.chunk]
+            blended += chunk.blend * (end - start)
+            queried += chunk.query * max(end - max(start, part), 0)
     behind = np.arange(len(plan)) >= prefix
     chunks = _mask(plan, (range(one.at, one.at + one.length) for one in composition.chunks))
     wanted = np.zeros(len(plan), bool)
@@ -58,10 +66,10 @@ def report(
         wanted[chunk.at + np.array(chunk.recompute, np.int64)] = True
     left = chunks & behind & ~lead & ~wanted & ~linked
     chosen = left & _mask(plan, spared)
-    blended = share // 100
+    selected = blended // 100 + queried // 100
     return Linked(
         power="chunks", exact=False, method=composition.method,
-        linked=_count(linked) - blended, recomputed=_count(wanted & behind & ~lead) + blended,
+        linked=_count(linked) - selected, recomputed=_count(wanted & behind & ~lead) + selected,
         missing=_count(left & ~chosen), computed=_count(chosen), prefix=_count(lead),
     )  # fmt: skip
 

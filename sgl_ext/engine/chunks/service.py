@@ -16,7 +16,7 @@ from sgl_ext.chunks.methods import PASSAGES, LinkMethod, Preparation, Recompute,
 from sgl_ext.client import ContextInfo
 from sgl_ext.config import Chunks, Tiers
 from sgl_ext.engine.chunks.fidelity import SALT
-from sgl_ext.engine.chunks.parameters import COMPOSITION, SELECTION, blend_refusal
+from sgl_ext.engine.chunks.parameters import COMPOSITION, SELECTION, refused
 from sgl_ext.engine.chunks.prepare import ChunkPreparation
 from sgl_ext.engine.chunks.prompt import PromptLinking
 from sgl_ext.engine.chunks.renewal import Renewal
@@ -170,6 +170,7 @@ class ContextService(Front):
                             before=text,
                             recompute=again,
                             blend=how.amount if how.recompute is Recompute.BLEND else 0,
+                            query=how.amount if how.recompute is Recompute.QUERY else 0,
                             salt=salt,
                             ttl=ttl,
                             keep=salt != SALT,
@@ -211,10 +212,10 @@ class ContextService(Front):
             alone: whether there are no other passages to prime a chunk with.
         """
         how = link_method(self.method if name is None else name)
-        if how.recompute is Recompute.BLEND:
-            layers = self._manager.model_config.num_hidden_layers
-            if reason := blend_refusal(layers, self._manager.server_args.tp_size):
-                raise ExtError(reason)
+        layers = self._manager.model_config.num_hidden_layers
+        unserved = refused(layers, self._manager.server_args.tp_size)
+        if (reason := unserved.get(how.recompute)) is not None:
+            raise ExtError(reason)
         if name is None and how.preparation is Preparation.PRIMED and alone:
             return link_method(ALONE)
         return how

@@ -75,7 +75,9 @@ def _select(original: Original, adder: PrefillAdder, req: Req, **kw: Any) -> obj
         return admission
     prefix = admission.prefix_len
     whole = lcm(adder.page_size, kw.get("truncation_align_size") or 1)
-    length = _part(plan, prefix, admission.extend_len, adder.rem_chunk_tokens, whole)
+    length = _part(
+        plan, prefix, admission.extend_len, adder.rem_chunk_tokens, whole, continued=False
+    )
     if length <= 0:
         return AddReqResult.OTHER
     replay = plan.computed(prefix, prefix + length) - length
@@ -107,7 +109,8 @@ def _continue(original: Original, adder: PrefillAdder, req: Req) -> object:
     left = len(req.full_untruncated_fill_ids) - prefix
     budget = min(adder.rem_chunk_tokens, adder.chunked_req_limit or adder.rem_chunk_tokens)
     # At least a page, even if the budget is smaller: with empty parts a prompt would never end.
-    length = min(max(_part(plan, prefix, left, budget, adder.page_size), adder.page_size), left)
+    length = _part(plan, prefix, left, budget, adder.page_size, continued=True)
+    length = min(max(length, adder.page_size), left)
     room = int(adder.memory_budget.remaining_total) // adder.page_size * adder.page_size
     length = min(length, max(room, adder.page_size))
     adder.chunked_req_limit = length
@@ -158,14 +161,27 @@ def _free(adder: PrefillAdder) -> int:
     return tokens // adder.page_size * adder.page_size
 
 
-def _part(plan: PrefillPlan, prefix: int, most: int, budget: int, whole: int) -> int:
+def _part(
+    plan: PrefillPlan, prefix: int, most: int, budget: int, whole: int, *, continued: bool
+) -> int:
     """Returns the number of tokens of the next part of a prompt.
 
     It is ``most`` if the part then has the rest of the plan, or the number with which it ends at a
     multiple of ``whole``: whole pages are copied in place.
+
+    Args:
+        continued: whether an earlier step has computed a part of the prompt. If not, the next step
+            will have more budget for it: all that the server has.
     """
     end = min(plan.reach(prefix, max(budget, 1)), prefix + most)
-    return most if end == prefix + most >= len(plan) else end // whole * whole - prefix
+    if end == prefix + most >= len(plan):
+        return most
+    if plan.undivided is not None and end > plan.undivided:
+        if plan.undivided // whole * whole > prefix:
+            end = plan.undivided
+        elif not continued:
+            end = min(prefix // whole * whole + whole, end)
+    return end // whole * whole - prefix
 
 
 def _plan_of(req: Req) -> PrefillPlan | None:

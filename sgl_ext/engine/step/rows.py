@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sgl_ext.engine.core import attention_backends, hooks
 from sgl_ext.engine.core.sglang_types import ForwardBatch, ModelRunner
@@ -164,6 +166,16 @@ def _per_row(backend: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
                 yield from ((value, at, each) for at, each in enumerate(value))
             elif isinstance(value, torch.Tensor):
                 yield vars(owner), name, value
+
+
+def of_positions(request: int, positions: NDArray[np.int64]) -> Iterator[Row]:
+    """Yields the rows that compute tokens of a request.
+
+    Args:
+        positions: positions of the tokens, ascending, int64 ``[tokens]``; at least one.
+    """
+    for run in np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1):
+        yield Row(request, int(run[0]), int(run[-1]) + 1)
 
 
 def handed_over(

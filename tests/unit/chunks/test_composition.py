@@ -27,12 +27,15 @@ def prompts(draw: st.DrawFn) -> tuple[Composition, int, list[int]]:
     return composition, at + behind, found
 
 
-@given(prompts(), st.integers(0, 60), st.sampled_from([0, 15]))
+@given(prompts(), st.integers(0, 60), st.sampled_from([(0, 0), (15, 0), (0, 15)]))
 def test_kv_of_another_prompt_is_linked_as_the_lead(
-    prompt: tuple[Composition, int, list[int]], lead: int, blend: int
+    prompt: tuple[Composition, int, list[int]], lead: int, selected: tuple[int, int]
 ) -> None:
     composition, length, found = prompt
-    chunks = [msgspec.structs.replace(chunk, blend=blend) for chunk in composition.chunks]
+    blend, query = selected
+    chunks = [
+        msgspec.structs.replace(chunk, blend=blend, query=query) for chunk in composition.chunks
+    ]
     composition = msgspec.structs.replace(composition, chunks=tuple(chunks))
     lead = min(lead, length - 1)
     available = [[range(count)] if count else [] for count in found]
@@ -43,7 +46,7 @@ def test_kv_of_another_prompt_is_linked_as_the_lead(
     expected = [(type(span.source), span[:2]) for span in without.between(lead, length)]
     assert [(type(span.source), span[:2]) for span in plan.between(lead, length)] == expected
     works = {span.source.work for span in plan.between(lead, length)}
-    assert works <= {1.0, 0.15 + 0.85 * 0.1 if blend else 0.0}
+    assert works <= {1.0, 0.15 + 0.85 * 0.1 if blend else query / 100}
 
 
 @given(prompts())
@@ -81,6 +84,8 @@ def test_available_tokens_are_linked_and_the_rest_is_computed(
         ([LinkedChunk(5, 5, 0)], "its last token must be computed"),
         ([LinkedChunk(0, 5, 1)], "preparation 1, but the composition has 1"),
         ([LinkedChunk(0, 5, 0, (), 100)], "blends 100 percent"),
+        ([LinkedChunk(0, 5, 0, (), 0, 100)], "selects 100 percent by attention"),
+        ([LinkedChunk(0, 5, 0, (), 5, 5)], "expected one of them"),
         ([LinkedChunk(0, 5, 0, (5,))], r"recomputes \(5,\)"),
         ([LinkedChunk(0, 5, 0, (2, 1))], r"recomputes \(2, 1\)"),
     ],

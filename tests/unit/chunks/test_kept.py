@@ -38,7 +38,7 @@ def test_contexts_are_found_after_a_restart(tmp_path: Path) -> None:
     first = contexts.create(
         [1, 2, 3], method="lego-1", text=text, before=[7, 8], recompute=[0, 2], blend=5, salt="a"
     )
-    short = contexts.create([4], method="naive", before=[7, 8], ttl=10)
+    short = contexts.create([4], method="naive", before=[7, 8], query=5, ttl=10)
     long = contexts.create([5], method="naive", ttl=100)
     deleted = contexts.create([6], method="naive")
     contexts.delete(deleted.id)

@@ -18,7 +18,9 @@ from sgl_ext.errors import ExtError
         ("blend-15", Preparation.BARE, Recompute.BLEND, 15),
         ("primed", Preparation.PRIMED, Recompute.NOTHING, 0),
         ("primed+head-8", Preparation.PRIMED, Recompute.HEAD, 8),
+        ("query-15", Preparation.BARE, Recompute.QUERY, 15),
         ("primed+offline-16", Preparation.PRIMED, Recompute.OFFLINE, 16),
+        ("primed+query-5", Preparation.PRIMED, Recompute.QUERY, 5),
     ],
 )
 def test_names_are_parsed_and_printed(

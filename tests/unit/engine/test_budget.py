@@ -86,6 +86,27 @@ def test_a_part_of_a_prompt_ends_with_a_whole_page() -> None:
     assert select(adder(512), "restored", most).extend_len == 80
 
 
+def test_the_part_that_selects_tokens_is_not_divided_if_a_whole_budget_has_room_for_it() -> None:
+    spans = [Span(0, 50, Compute()), Span(50, 350, Link(0, 50, 0.1)), Span(350, 480, Compute())]
+    runtime.current.plans["asking"] = PrefillPlan(spans, undivided=50)
+    whole = Admission(0, 480, is_chunked=False)
+    assert select(adder(1000), "asking", whole) is whole
+    assert select(adder(100), "asking", Admission(0, 480, is_chunked=True)).extend_len == 48
+    assert select(adder(40), "asking", Admission(0, 480, is_chunked=True)).extend_len == 32
+    # The prefix is cached: a page is computed, and the next step goes on with a whole budget.
+    assert select(adder(100), "asking", Admission(64, 416, is_chunked=True)).extend_len == PAGE
+
+    def continued(prefix: int, budget: int) -> int:
+        limits: list[int] = []
+        req = SimpleNamespace(rid="asking", prefix_len=prefix, full_untruncated_fill_ids=[0] * 480)
+        _continue(lambda adder, _: limits.append(adder.chunked_req_limit), adder(budget), req)
+        return limits[0]
+
+    assert continued(64, 200) == 416
+    assert continued(16, 100) == 32
+    assert continued(64, 100) == 352  # more than a whole budget
+
+
 @pytest.mark.parametrize("rid", ["linked", "plain"])
 def test_no_request_is_admitted_behind_a_chunked_prompt(rid: str) -> None:
     """Some budget is left, but no memory is reserved for the rest of the chunked prompt."""

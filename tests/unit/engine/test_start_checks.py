@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -96,15 +97,22 @@ def test_resolved_arguments_that_are_not_served_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("layers", "tp_size", "reason"), [(2, 1, "this model has 2 layers"), (30, 2, "across ranks")]
+    ("method", "layers", "tp_size", "reason"),
+    [
+        ("blend-9", 2, 1, "this model has 2 layers"),
+        ("blend-9", 30, 2, "across ranks"),
+        ("query-9", 30, 2, "across ranks"),
+        ("primed+query-9", 30, 2, "across ranks"),
+    ],
 )
-def test_blending_is_refused_where_it_cannot_select_tokens(
-    model: SimpleNamespace, layers: int, tp_size: int, reason: str
+def test_methods_are_refused_where_they_cannot_select_tokens(
+    model: SimpleNamespace, method: str, layers: int, tp_size: int, reason: str
 ) -> None:
     model.hf_config.architectures, model.num_hidden_layers = ["LlamaForCausalLM"], layers
-    with pytest.raises(ActivationError, match=f"^chunks.method blend-9: .*{reason}.*choose anoth"):
+    named = re.escape(f"chunks.method {method}: ")
+    with pytest.raises(ActivationError, match=f"^{named}.*{reason}.*choose another"):
         start_checks.require_resolved(
-            arguments(tp_size=tp_size), load({"chunks": {"method": "blend-9"}})
+            arguments(tp_size=tp_size), load({"chunks": {"method": method}})
         )
     start_checks.require_resolved(arguments(tp_size=tp_size), load({"chunks": {}}))
 

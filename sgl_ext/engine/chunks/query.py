@@ -1,0 +1,137 @@
+"""Selection of the tokens to recompute by the attention of the text behind the chunks.
+
+A first forward computes that text over the linked KV. The linked tokens that its last tokens attend
+to most are recomputed, together with the text, by the forward that follows. What a chunk of the
+prompt distracts the question with is thereby computed in view of the other chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sgl_ext.engine.chunks.blend import Candidates
+from sgl_ext.engine.kv.indices import Download, upload
+from sgl_ext.engine.step import rows
+from sgl_ext.engine.step.rows import Row
+
+if TYPE_CHECKING:
+    from sgl_ext.engine.step.forward import PlannedForward
+
+_ASKING = 8
+"""Last tokens of a prompt whose attention selects."""
+_WINDOW = 9
+"""Tokens over which attention is averaged, so that whole phrases are selected; an odd number."""
+
+
+def with_selected(
+    planned: PlannedForward, parts: Sequence[Row], candidates: Mapping[int, Candidates]
+) -> list[Row]:
+    """Runs a first forward, and returns ``parts`` and the rows of the selected tokens, in order.
+
+    Args:
+        planned: forward whose linked KV is in place.
+        parts: rows that are computed in any case; those of a request with candidates end with the
+            last token of its prompt.
+        candidates: candidates of each request, by the request's index in the batch.
+    """
+    first = [part for part in parts if part.request in candidates]
+    last = {row.request: number for number, row in enumerate(first)}
+    ends = [0]
+    for row in first:
+        ends.append(ends[-1] + row.end - row.start)
+    asking = {
+        at: _Attention(planned, at, first[number], range(ends[number], ends[number + 1]))
+        for at, number in last.items()
+    }
+    batch = rows.split(planned.batch, first)
+    batch.return_logprob = False
+    with _observed(planned, [*asking.values()]):
+        planned.run(batch)
+    chosen = {at: Download(asking[at].most(each)) for at, each in candidates.items()}
+    found = list(parts)
+    for at, each in candidates.items():
+        positions = each.positions[chosen[at].numpy()]
+        positions.sort()
+        found += rows.of_positions(at, positions)
+    return sorted(found)
+
+
+@dataclass
+class _Attention:
+    """Attention of the last tokens of a prompt, summed over the layers.
+
+    Args:
+        at: place of the request in the batch.
+        row: last row of the request.
+        places: places of the row's tokens in the batch of the rows.
+    """
+
+    planned: PlannedForward
+    at: int
+    row: Row
+    places: range
+
+    def __post_init__(self) -> None:
+        pool, batch = self.planned.runner.req_to_token_pool, self.planned.batch
+        self._slots = pool.req_to_token[batch.req_pool_indices[self.at], : self.row.end].long()
+        count = min(len(self.places), _ASKING)
+        self._last = slice(self.places.stop - count, self.places.stop)
+        device = self._slots.device
+        positions = torch.arange(self.row.end, device=device)
+        asking = torch.arange(self.row.end - count, self.row.end, device=device)
+        self._later = positions[None] > asking[:, None]
+        self._sum = torch.zeros(self.row.end, device=device)
+
+    def add(self, layer: Any, queries: torch.Tensor, keys: torch.Tensor) -> None:
+        """Adds the largest attention of any head and of any of the last tokens, in one layer.
+
+        Args:
+            layer: SGLang's ``RadixAttention`` of the layer.
+            queries: queries of the batch of the rows, ``[tokens, heads * head_dim]``.
+            keys: keys of the layer in the KV pool, ``[slots, KV heads, head_dim]``.
+        """
+        of_prompt = keys[self._slots].float()
+        count, groups, width = len(self._later), of_prompt.shape[1], of_prompt.shape[2]
+        asking = queries[self._last].reshape(count, groups, -1, width).float()
+        scores = torch.einsum("ngrd,tgd->grnt", asking, of_prompt) * layer.scaling
+        scores.masked_fill_(self._later, float("-inf"))
+        self._sum += scores.softmax(-1).amax((0, 1, 2))
+
+    def most(self, candidates: Candidates) -> torch.Tensor:
+        """Returns the numbers of the candidates with the most attention in their window."""
+        smooth = torch.nn.functional.avg_pool1d(
+            self._sum[None], _WINDOW, 1, _WINDOW // 2, count_include_pad=False
+        )[0]
+        device = smooth.device
+        of_candidates = smooth[upload(torch.from_numpy(candidates.positions), device)]
+        return of_candidates.topk(candidates.wanted).indices
+
+
+@contextmanager
+def _observed(planned: PlannedForward, asking: Sequence[_Attention]) -> Iterator[None]:
+    """Has every layer's attention observed after it has stored its keys."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    runner = planned.runner
+    pool = runner.token_to_kv_pool
+
+    def observe(layer: Any, arguments: tuple[torch.Tensor, ...], _output: object) -> None:
+        keys = pool.get_key_buffer(layer.layer_id)
+        for each in asking:
+            each.add(layer, arguments[0], keys)
+
+    hooked = [
+        module.register_forward_hook(observe)
+        for module in runner.model.modules()
+        if isinstance(module, RadixAttention)
+    ]
+    try:
+        yield
+    finally:
+        for each in hooked:
+            each.remove()
