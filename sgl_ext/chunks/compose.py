@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -100,8 +102,18 @@ def compose(
         # The answer is sampled from the last token's logits, which linked KV does not provide.
         again = tuple(sorted({*last.recompute, last.length - 1}))
         chunks[-1] = msgspec.structs.replace(last, recompute=again)
-    composition = Composition("/".join(methods), NAMESPACE, tuple(preparations), tuple(chunks))
+    composition = Composition(
+        "/".join(methods), NAMESPACE, tuple(preparations), tuple(chunks), _question(tokens, chunks)
+    )
     return Prompt(tokens, composition)
+
+
+def _question(tokens: Sequence[int], chunks: Sequence[LinkedChunk]) -> str:
+    """Returns :attr:`Composition.question` of a prompt."""
+    if not any(chunk.query for chunk in chunks):
+        return ""
+    behind = array("q", tokens[chunks[-1].at + chunks[-1].length :])
+    return hashlib.sha256(behind.tobytes()).hexdigest()[:32]
 
 
 def _linked(context: Context, at: int, preparation: int) -> LinkedChunk:

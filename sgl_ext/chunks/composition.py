@@ -45,13 +45,15 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     preparations: tuple[tuple[int, ...], ...]
     """Token ids of each prefix that chunks of this prompt were computed with."""
     chunks: tuple[LinkedChunk, ...]
+    question: str = ""
+    """Digest of the tokens behind the last chunk if they select tokens of chunks, else empty."""
 
     @property
     def extra_key(self) -> str:
         """SGLang's ``extra_key`` for the prompt's own KV. Prompts that have the same tokens but
-        other chunks have other keys."""
+        other chunks, or another question that selects tokens of them, have other keys."""
         # Covers everything that linked KV depends on except the tokens, which the tree compares.
-        named = (self.namespace, self.preparations, self.chunks)
+        named = (self.namespace, self.preparations, self.chunks, self.question)
         digest = hashlib.sha256(msgspec.json.encode(named)).hexdigest()
         return f"ext:link:{digest[:32]}"
 

@@ -12,6 +12,9 @@ BOS_TOKENS = 4
 """Begin-of-sequence tokens before a chunk that is prepared for LegoLink-0 (EPIC §4.4)."""
 PASSAGES = 4
 """Maximum number of passages before a primed chunk."""
+PASSAGE_TOKENS = 256
+"""Maximum tokens of such a passage. Longer ones make contexts slower to create, because each token
+of a primed chunk attends to all passages."""
 BLEND_LAYERS = 2
 """Layers that CacheBlend computes for all tokens; it compares the values of the last of them."""
 

@@ -34,7 +34,7 @@ LONG, POOL = 320, 384
 """Tokens of the prompt that is evicted and loaded, and of the device's memory."""
 EXACT = ("alone", "next turn", "together")
 TIERS = ("tiers", "restore by tokens", "restore by layers")
-LINKED = ("linked", "holes", "blended", "linked from host memory")
+LINKED = ("linked", "holes", "blended", "queried", "linked from host memory")
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -56,10 +56,10 @@ def powers(page: int) -> list[Group]:
     prefix, first, second, question = (tokens(size, size) for size in (20, 70, 50, 14))
     moved = len(prefix) + len(second)
 
-    def asked(name: str, recompute: tuple[int, ...], blend: int = 0) -> Step:
+    def asked(name: str, recompute: tuple[int, ...], blend: int = 0, query: int = 0) -> Step:
         chunks = [
-            LinkedChunk(len(prefix), len(second), 0, recompute, blend),
-            LinkedChunk(moved, len(first), 0, recompute, blend),
+            LinkedChunk(len(prefix), len(second), 0, recompute, blend, query),
+            LinkedChunk(moved, len(first), 0, recompute, blend, query),
         ]
         return linked(prefix + second + first + question, chunks, [prefix], name)
 
@@ -82,6 +82,7 @@ def powers(page: int) -> list[Group]:
         ("linked", {}, [asked("a", ())]),
         ("holes", {}, [asked("b", (0, 1, 9, 17, 18)), {"ids": tokens(40, 8)}]),
         ("blended", {}, [asked("c", (), 15)]),
+        ("queried", {}, [asked("e", (), query=30)]),
         ("linked from host memory", {"evict": True}, [asked("d", (0, 1))]),
         ("swap", {"evict": True}, preempted),
         ("end", {}, []),

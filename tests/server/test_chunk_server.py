@@ -186,6 +186,24 @@ def test_repeated_blended_prompt_is_a_prefix_hit(server: Server, texts: list[str
         assert min(entry[name] for name in ("linked", "recomputed", "missing")) >= 0
 
 
+@pytest.mark.parametrize("method", ["query-15", "primed+query-15"])
+def test_each_question_selects_its_own_tokens(
+    server: Server, texts: list[str], method: str
+) -> None:
+    """Checks that only the same question finds the KV that it has selected."""
+    ids = create(server, *texts[:3], method=method, cache_salt="query")
+    for question, linked in (("Well?", True), ("Well?", False), ("Which?", True)):
+        answer = generate(server, "See: ", *ids[1:], question, cache_salt="query")
+        entry = told(answer)
+        if linked:
+            chunks = entry["linked"] + entry["recomputed"]
+            assert chunks > 200
+            assert entry["recomputed"] == 15 * chunks // 100
+        else:
+            assert entry["linked"] < 100
+        assert (entry["method"], entry["missing"]) == (method, 0)
+
+
 def test_chunks_whose_prefixes_exceed_the_pool_are_computed(
     server: Server, texts: list[str]
 ) -> None:
@@ -357,6 +375,9 @@ def test_evicted_contexts_are_renewed_after_a_miss(server: Server, texts: list[s
     assert any(missing(number) == 0 for number in range(1, 6))
 
 
+METHODS = "naive", "lego-4", "primed+offline-8", "blend-15", "query-15", "primed+query-9", "full"
+
+
 class User:
     """Client that runs random operations in sequence; several clients share a server."""
 
@@ -374,7 +395,7 @@ class User:
             self.chance.choice(steps_of)()
 
     def create(self) -> None:
-        method = self.chance.choice(["naive", "lego-4", "primed+offline-8", "blend-15", "full"])
+        method = self.chance.choice(METHODS)
         texts = [self.passage() for _ in range(self.chance.randint(2, 3))]
         ttl = self.chance.choice([0.5, 600])
         begin = time.monotonic()

@@ -126,6 +126,8 @@ def _linked(server: Server) -> Iterator[dict[str, Any]]:
     yield ask(server, ["A third time: ", fox, bear, " Who?"])
     (blended,) = _contexts(server, BEAR + "Or not.", method="blend-20")
     yield ask(server, ["Blend. ", blended, " Who?"])
+    (queried,) = _contexts(server, BEAR + "Or so.", method="query-20")
+    yield ask(server, ["Query. ", queried, " Who?"])
     primed = _contexts(server, BEAR + "One.", "Two. " + FOX, method="primed+offline-16")
     yield ask(server, ["Primed: ", *reversed(primed), " Who?"])
 
@@ -138,5 +140,5 @@ def test_only_selections_of_linked_tokens_wait_for_the_device(pair: Pair) -> Non
         assert report == entry(expected, "chunks")
         assert report["linked"] > 0
         assert report["missing"] == 0
-    selections = {"ChunkLinks.select", "blending.<locals>.run"}
+    selections = {"ChunkLinks.select", "blending.<locals>.run", "with_selected"}
     assert waits(pair.cuda, since, "sgl_ext/engine/chunks/") == selections

@@ -34,7 +34,7 @@ _METHODS = (
     "naive", "lego-0", "lego-2", "lego-8", "lego-16", "lego-32", "blend-5", "blend-15",
     "query-5", QUERY, "primed", "primed+head-8", "primed+query-15", DEFAULT,
 )  # fmt: skip
-_COMPARED = ("lego-16", "blend-15", QUERY, DEFAULT)
+_COMPARED = ("lego-16", "blend-15", "query-5", QUERY, DEFAULT)
 _COMPARED_POOL = 80_000
 """Device pool of the servers whose answers are compared, in tokens.
 

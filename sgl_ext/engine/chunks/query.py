@@ -1,8 +1,10 @@
 """Selection of the tokens to recompute by the attention of the text behind the chunks.
 
 A first forward computes that text over the linked KV. The linked tokens that its last tokens attend
-to most are recomputed, together with the text, by the forward that follows. What a chunk of the
-prompt distracts the question with is thereby computed in view of the other chunks.
+to most are recomputed, together with the text, by the forward that follows. Tokens that distract
+from the answer are thereby computed in view of the other chunks. An observation window at the end
+of the prompt and averages over neighbours are those of SnapKV (Li et al., NeurIPS 2024), which
+selects KV to keep by them.
 """
 
 from __future__ import annotations

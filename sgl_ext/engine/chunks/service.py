@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sgl_ext.chunks.contexts import Context, Contexts
 from sgl_ext.chunks.kept import KeptContexts
-from sgl_ext.chunks.methods import PASSAGES, LinkMethod, Preparation, Recompute, link_method
+from sgl_ext.chunks.methods import (
+    PASSAGE_TOKENS,
+    PASSAGES,
+    LinkMethod,
+    Preparation,
+    Recompute,
+    link_method,
+)
 from sgl_ext.client import ContextInfo
 from sgl_ext.config import Chunks, Tiers
 from sgl_ext.engine.chunks.fidelity import SALT
@@ -198,11 +205,11 @@ class ContextService(Front):
     def _passages(self, tokens: Sequence[Sequence[int]], salt: str | None) -> list[tuple[int, ...]]:
         """Returns the passages that chunks are primed with: of these chunks, then of the tenant's.
 
-        They are cut, so that together they take at most a quarter of the capacity. There is one
-        more than a chunk is primed with, because a chunk does not prime itself.
+        They are cut, also so that together they take at most a quarter of the capacity. There is
+        one more than a chunk is primed with, because a chunk does not prime itself.
         """
         known = (context.tokens for context in reversed(self.contexts.all(salt)))
-        longest = self._most // (4 * PASSAGES)
+        longest = min(PASSAGE_TOKENS, self._most // (4 * PASSAGES))
         return _different((text[:longest] for text in chain(tokens, known)), PASSAGES + 1)
 
     def _method(self, name: str | None, *, alone: bool) -> LinkMethod:

@@ -88,6 +88,28 @@ def test_namespaces_depend_on_linked_chunks_and_their_positions() -> None:
     assert all(name.startswith("ext:link:") for name in names)
 
 
+def test_questions_that_select_tokens_have_namespaces_of_their_own() -> None:
+    query = Context("ctx-query", None, (10, 11), "query-15", (), (), 0, None, None, 15)
+    contexts = {**CONTEXTS, query.id: query}
+    texts = [
+        f"ab{mark('ctx-query')}c",
+        f"ab{mark('ctx-query')}d",
+        f"ab{mark('ctx-query')}cd",  # a later turn asks something else
+        f"ab{mark('ctx-query')}c{mark('ctx-bare')}d",
+        f"ab{mark('ctx-query')}c",
+    ]
+    found = [
+        compose(text, context_of=contexts.__getitem__, tokenize=tokenize, longest=99).composition
+        for text in texts
+    ]
+    compositions = [each for each in found if each is not None]
+    names = [each.extra_key for each in compositions]
+    assert names[0] == names[-1]
+    assert len({*names}) == 4
+    assert compositions[3].until(1).extra_key not in names
+    assert [chunk.query for chunk in compositions[3].chunks] == [15, 0]
+
+
 def test_an_earlier_turn_has_the_namespace_of_its_chunks() -> None:
     turns = [f"{one}{mark('ctx-primed')}b{mark('ctx-bare')}c" for one in "ad"]
     first, both = (

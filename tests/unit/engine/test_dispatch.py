@@ -194,7 +194,10 @@ class Forward:
             ext.add(power)
         chunks: Any = ext.chunks
         chunks.links = SimpleNamespace(
-            blended=lambda *_: "candidates", release=lambda _rid: None, forget=lambda _rid: None
+            queried=lambda *_: None,
+            blended=lambda *_: "candidates",
+            release=lambda _rid: None,
+            forget=lambda _rid: None,
         )
         restore: Any = ext.restore
         restore.prefixes = {"r": SimpleNamespace(computed=0)}
