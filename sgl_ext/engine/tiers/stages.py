@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sgl_ext.planning.agreement import Agreement, FirstStage, FurtherStage
 from sgl_ext.tiers.stage_channel import Address, FirstStageChannel, FurtherStageChannel
+from sgl_ext.tiers.stage_watch import StageWatch
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -37,8 +39,13 @@ class Stages:
         else:
             self._channel = further = FurtherStageChannel(_broadcast(params), params.pp_rank)
             self.agreement = FurtherStage(further)
+        pids: list[Any] = [None] * params.pp_size
+        torch.distributed.all_gather_object(pids, os.getpid(), group=params.pp_cache_group)
+        others = {stage: pid for stage, pid in enumerate(pids) if stage != params.pp_rank}
+        self._watch = StageWatch(others)
 
     def close(self) -> None:
+        self._watch.close()
         self._channel.close()
 
 
