@@ -33,7 +33,7 @@ BENCHES = {
 }
 """Module of each benchmark. The benchmark of a power has the power's name."""
 
-_QUICK_MINUTES = {"chunks": 14, "clusters": 8, "overhead": 5, "peer": 10, "restore": 10}
+_QUICK_MINUTES = {"chunks": 25, "clusters": 8, "overhead": 5, "peer": 10, "restore": 10}
 """Estimated minutes of ``--quick`` on two cores, rounded up."""
 
 
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--quick",
         action="store_true",
         help="measure only a few rounds: up to 5 minutes on 2 cores for most benchmarks, about 10 "
-        "for peer and restore, 14 for chunks and 42 for together",
+        "for peer and restore, 25 for chunks and 42 for together",
     )
     parser.add_argument("--out", type=Path, default=Path("bench-results"), metavar="DIR")
     parser.add_argument(

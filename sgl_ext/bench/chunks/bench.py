@@ -56,7 +56,7 @@ _QUICK = _Sizes(
     80_000,
     SpeedSizes({1024: 2, 4096: 2}, orders=2, methods=_COMPARED, as_they_are=1),
     LoadSizes(requests=6, rounds=1, methods=_COMPARED),
-    AccuracySizes(_COMPARED, _COMPARED, as_they_are=10),
+    AccuracySizes(_COMPARED, _COMPARED, as_they_are=10, needles=20, needle_length=2048),
     CreationSizes(1, (DEFAULT,)),
 )
 _WHOLE = _Sizes(
