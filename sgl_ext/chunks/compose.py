@@ -110,10 +110,9 @@ def compose(
 
 def _question(tokens: Sequence[int], chunks: Sequence[LinkedChunk]) -> str:
     """Returns :attr:`Composition.question` of a prompt."""
-    if not any(chunk.query for chunk in chunks):
+    if (first := next((chunk.at for chunk in chunks if chunk.query), None)) is None:
         return ""
-    behind = array("q", tokens[chunks[-1].at + chunks[-1].length :])
-    return hashlib.sha256(behind.tobytes()).hexdigest()[:32]
+    return hashlib.sha256(array("q", tokens[first:]).tobytes()).hexdigest()[:32]
 
 
 def _linked(context: Context, at: int, preparation: int) -> LinkedChunk:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -13,6 +14,8 @@ from sgl_ext.planning.plan import Compute, Link, PrefillPlan, Span
 
 LEAD = -1
 """Chunk number that stands for the KV of another prompt with the same prefix."""
+_ROUNDING = 1e-6
+"""Tolerance for sums of fractions of tokens, in tokens."""
 _FILLER = 0
 """Token id that fills the last page of a chunk. Every vocabulary has it, and later tokens do not
 change the KV of earlier ones."""
@@ -46,12 +49,13 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Token ids of each prefix that chunks of this prompt were computed with."""
     chunks: tuple[LinkedChunk, ...]
     question: str = ""
-    """Digest of the tokens behind the last chunk if they select tokens of chunks, else empty."""
+    """Digest of the tokens from the first chunk on of which the end of the prompt selects tokens:
+    which are selected depends on all of them. Empty if there is no such chunk."""
 
     @property
     def extra_key(self) -> str:
         """SGLang's ``extra_key`` for the prompt's own KV. Prompts that have the same tokens but
-        other chunks, or another question that selects tokens of them, have other keys."""
+        other chunks have other keys; so have all prompts whose ends select tokens."""
         # Covers everything that linked KV depends on except the tokens, which the tree compares.
         named = (self.namespace, self.preparations, self.chunks, self.question)
         digest = hashlib.sha256(msgspec.json.encode(named)).hexdigest()
@@ -141,8 +145,12 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         *,
         blend_share: float = 0.0,
         stop: int | None = None,
+        budget: int | None = None,
     ) -> PrefillPlan:
         """Returns the prefill plan of a prompt of ``length`` tokens.
+
+        If a forward cannot compute all tokens that the end of the prompt selects together with the
+        text that is computed from the first chunk on, it selects fewer.
 
         Args:
             available: offsets of the tokens of each chunk whose KV is available, as ascending
@@ -150,10 +158,47 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             lead: positions of the tokens whose KV comes from another prompt, in the same form.
             blend_share: share of the model's layers that CacheBlend computes for all tokens.
             stop: see :class:`~sgl_ext.planning.plan.PrefillPlan`.
+            budget: tokens that a forward computes at most; None if there is no limit.
         """
         selecting = next((chunk.at for chunk in self.chunks if chunk.query), None)
-        spans = self._spans(length, available, lead, blend_share)
+        spans = [*self._spans(length, available, lead, blend_share)]
+        if selecting is not None and budget is not None:
+            spans = self._within(budget, spans, selecting)
         return PrefillPlan(spans, stop=stop, undivided=selecting)
+
+    def _within(self, budget: int, spans: Sequence[Span], selecting: int) -> list[Span]:
+        """Returns the spans with fewer selected tokens if a forward cannot compute all of them.
+        What is selected takes half of its budget at least.
+
+        Args:
+            selecting: position from which on a forward computes the prompt.
+        """
+        others = selected = 0.0
+        for span in spans:
+            work = (span.end - max(span.start, selecting)) * span.source.work
+            if work > 0 and self._queried(span):
+                selected += work
+            elif work > 0:
+                others += work
+        share = max(budget - others, budget / 2) / selected if selected else 1.0
+        if share >= 1:
+            return [*spans]
+        return [
+            span._replace(source=replace(span.source, work=share * span.source.work))
+            if isinstance(span.source, Link) and self._queried(span)
+            else span
+            for span in spans
+        ]
+
+    def _queried(self, span: Span) -> bool:
+        """Returns whether the end of the prompt selects tokens of a span."""
+        link = span.source
+        return isinstance(link, Link) and link.chunk != LEAD and self.chunks[link.chunk].query > 0
+
+    def selected(self, spans: Iterable[Span]) -> int:
+        """Returns how many tokens of ``spans`` the end of the prompt selects."""
+        works = ((one.end - one.start) * one.source.work for one in spans if self._queried(one))
+        return int(sum(works) + _ROUNDING)
 
     def _spans(
         self,

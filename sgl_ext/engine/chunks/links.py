@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -52,6 +52,12 @@ class LinkedRequest:
     spared: Sequence[range] = ()
     """Positions whose KV exists, but is computed because that is expected to be faster."""
 
+    def linked(self, start: int, end: int) -> Iterator[tuple[Span, LinkedChunk]]:
+        """Yields the spans in ``start .. end - 1`` whose KV is that of a chunk, and the chunks."""
+        for span in self.plan.between(start, end):
+            if isinstance(span.source, Link) and span.source.chunk != LEAD:
+                yield span, self.composition.chunks[span.source.chunk]
+
 
 class ChunkLinks:
     """Linked requests of one scheduler. Only the scheduler's thread calls it.
@@ -65,6 +71,7 @@ class ChunkLinks:
         plans: plans by request id; receives the plan of each request that is acquired.
         divides: whether a part of the chunks in lower tiers is computed while the others load;
             else they are loaded before the request is admitted.
+        budget: tokens that a forward computes at most; None if there is no limit.
         costs: cost model that decides between linking and computing; None to link always, as
             several ranks do, which have to agree.
     """
@@ -80,8 +87,10 @@ class ChunkLinks:
         costs: Costs | None,
         *,
         divides: bool,
+        budget: int | None,
     ) -> None:
         self._divides = divides
+        self._budget = budget
         self._search = search
         self._costs = costs
         self._plans = plans
@@ -209,8 +218,9 @@ class ChunkLinks:
         share = BLEND_LAYERS / self._slab.layout.layers
         request.spared = self._search.spared(rid) or request.spared
         request.plan = self._plans[rid] = request.composition.plan(
-            request.tokens, available, lead, blend_share=share, stop=part.stop
-        )
+            request.tokens, available, lead, blend_share=share, stop=part.stop,
+            budget=self._budget,
+        )  # fmt: skip
 
     def _place(self, found: Found, landed: Landed, at: int) -> None:
         """Records where the loaded pages of a text lie in host memory.
@@ -267,32 +277,28 @@ class ChunkLinks:
 
         Returns None if it would select none.
         """
-        return self._candidates(rid, start, end, lambda chunk: chunk.blend)
+        if (request := self._requests.get(rid)) is None:
+            return None
+        positions, share = [], 0
+        for span, chunk in request.linked(start, end):
+            if chunk.blend:
+                positions.append(np.arange(span.start, span.end))
+                share += chunk.blend * (span.end - span.start)
+        return Candidates(np.concatenate(positions), share // 100) if share >= 100 else None
 
-    def queried(self, rid: str, start: int, end: int) -> Candidates | None:
+    def queried(self, rid: str, start: int, end: int) -> tuple[Candidates, int] | None:
         """Returns the linked tokens in ``start .. end - 1`` among which the end of the prompt
-        selects.
+        selects, and the number of tokens of the prompt.
 
         Returns None if it would select none, or if the end of the prompt is not among them.
         """
         if (request := self._requests.get(rid)) is None or end < request.tokens:
             return None
-        return self._candidates(rid, start, end, lambda chunk: chunk.query)
-
-    def _candidates(
-        self, rid: str, start: int, end: int, percent: Callable[[LinkedChunk], int]
-    ) -> Candidates | None:
-        """Returns the linked tokens of the chunks of which ``percent`` are selected."""
-        if (request := self._requests.get(rid)) is None:
+        spans = [span for span, chunk in request.linked(start, end) if chunk.query]
+        if not (wanted := request.composition.selected(spans)):
             return None
-        positions, share = [], 0
-        for span in request.plan.between(start, end):
-            if not isinstance(span.source, Link) or span.source.chunk == LEAD:
-                continue
-            if selected := percent(request.composition.chunks[span.source.chunk]):
-                positions.append(np.arange(span.start, span.end))
-                share += selected * (span.end - span.start)
-        return Candidates(np.concatenate(positions), share // 100) if share >= 100 else None
+        positions = np.concatenate([np.arange(one.start, one.end) for one in spans])
+        return Candidates(positions, wanted), request.tokens
 
     def select(self, req: Req, selection: Selection) -> list[int] | None:
         """Returns the offsets of the chunk's tokens whose values differ most, ascending.
@@ -392,12 +398,13 @@ def open_links(scheduler: Scheduler, ext: ExtRuntime, section: Chunks) -> ChunkL
     Raises:
         ActivationError: the keys of the model cannot be moved, or its KV is not in the slab.
     """
-    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.runtime_context import get_parallel, get_schedule
 
     slab, runner = ext.require_slab("chunks"), scheduler.tp_worker.model_runner
     stack = None if ext.tiers is None else ext.tiers.stack
     planner = None if ext.tiers is None else ext.tiers.planner
     rope, holds = verified_rope(runner.model, slab.layout), None if stack is None else stack.holds
+    budget = get_schedule().chunked_prefill_size
     decides = section.link == "auto" and get_parallel().tp_size == 1
     return ChunkLinks(
         ChunkSearch(scheduler.tree_cache, stack, planner),
@@ -408,4 +415,6 @@ def open_links(scheduler: Scheduler, ext: ExtRuntime, section: Chunks) -> ChunkL
         ext.plans,
         ext.costs if decides else None,
         divides=ext.restore is not None and not ext.independent,
+        # The part that has all chunks may begin within the page before them.
+        budget=None if budget is None or budget < 0 else max(budget - slab.layout.page, 0),
     )

@@ -165,9 +165,10 @@ class ChunksPower(Power[Chunks]):
         """Surrounds a forward that selects the tokens to recompute."""
         queried, blended = {}, {}
         for at, _, start, end in forward.planned():
-            if (each := self.links.queried(forward.rids[at], start, end)) is not None:
-                queried[at] = each
-            if (each := self.links.blended(forward.rids[at], start, end)) is not None:
+            rid = forward.rids[at]
+            if (asked := self.links.queried(rid, start, end)) is not None:
+                queried[at] = asked
+            if (each := self.links.blended(rid, start, end)) is not None:
                 blended[at] = each
         if queried:
             from sgl_ext.engine.chunks.query import with_selected

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,63 +30,55 @@ _WINDOW = 9
 
 
 def with_selected(
-    planned: PlannedForward, parts: Sequence[Row], candidates: Mapping[int, Candidates]
+    planned: PlannedForward, parts: Sequence[Row], queried: Mapping[int, tuple[Candidates, int]]
 ) -> list[Row]:
     """Runs a first forward, and returns ``parts`` and the rows of the selected tokens, in order.
 
     Args:
         planned: forward whose linked KV is in place.
-        parts: rows that are computed in any case; those of a request with candidates end with the
-            last token of its prompt.
-        candidates: candidates of each request, by the request's index in the batch.
+        parts: rows that are computed in any case.
+        queried: candidates, and the number of tokens of the prompt, of each request, by the
+            request's index in the batch.
     """
-    first = [part for part in parts if part.request in candidates]
-    last = {row.request: number for number, row in enumerate(first)}
-    ends = [0]
+    first = [part for part in parts if part.request in queried]
+    asking, begin = dict[int, _Attention](), 0
     for row in first:
-        ends.append(ends[-1] + row.end - row.start)
-    asking = {
-        at: _Attention(planned, at, first[number], range(ends[number], ends[number + 1]))
-        for at, number in last.items()
-    }
+        # A request that was preempted goes on with its answer in a row behind the prompt.
+        if row.start < (end := queried[row.request][1]) <= row.end:
+            asking[row.request] = _Attention(planned, row.request, row, end, begin)
+        begin += row.end - row.start
     batch = rows.split(planned.batch, first)
     batch.return_logprob = False
     with _observed(planned, [*asking.values()]):
         planned.run(batch)
-    chosen = {at: Download(asking[at].most(each)) for at, each in candidates.items()}
+    chosen = {at: Download(each.most(queried[at][0])) for at, each in asking.items()}
     found = list(parts)
-    for at, each in candidates.items():
-        positions = each.positions[chosen[at].numpy()]
+    for at, numbers in chosen.items():
+        positions = queried[at][0].positions[numbers.numpy()]
         positions.sort()
         found += rows.of_positions(at, positions)
     return sorted(found)
 
 
-@dataclass
 class _Attention:
     """Attention of the last tokens of a prompt, summed over the layers.
 
     Args:
         at: place of the request in the batch.
-        row: last row of the request.
-        places: places of the row's tokens in the batch of the rows.
+        row: row that has the last token of the prompt.
+        end: number of tokens of the prompt.
+        begin: place of the row's first token in the batch of the rows.
     """
 
-    planned: PlannedForward
-    at: int
-    row: Row
-    places: range
-
-    def __post_init__(self) -> None:
-        pool, batch = self.planned.runner.req_to_token_pool, self.planned.batch
-        self._slots = pool.req_to_token[batch.req_pool_indices[self.at], : self.row.end].long()
-        count = min(len(self.places), _ASKING)
-        self._last = slice(self.places.stop - count, self.places.stop)
-        device = self._slots.device
-        positions = torch.arange(self.row.end, device=device)
-        asking = torch.arange(self.row.end - count, self.row.end, device=device)
-        self._later = positions[None] > asking[:, None]
-        self._sum = torch.zeros(self.row.end, device=device)
+    def __init__(self, planned: PlannedForward, at: int, row: Row, end: int, begin: int) -> None:
+        table, batch = planned.runner.req_to_token_pool.req_to_token, planned.batch
+        self._slots = table[batch.req_pool_indices[at], :end].long()
+        count = min(end - row.start, _ASKING)
+        last = begin + end - row.start
+        self._last = slice(last - count, last)
+        positions = torch.arange(end, device=self._slots.device)
+        self._later = positions[None] > positions[end - count :, None]
+        self._sum = torch.zeros(end, device=self._slots.device)
 
     def add(self, layer: Any, queries: torch.Tensor, keys: torch.Tensor) -> None:
         """Adds the largest attention of any head and of any of the last tokens, in one layer.

@@ -48,7 +48,7 @@ def report(
         part: first token of the prompt's last forward, in which its end selects tokens.
     """
     lead, linked = np.zeros(len(plan), bool), np.zeros(len(plan), bool)
-    blended = queried = 0
+    blended = 0
     for start, end, source in plan.between(min(prefix, len(plan)), len(plan)):
         if not isinstance(source, Link):
             continue
@@ -58,7 +58,6 @@ def report(
             linked[start:end] = True
             chunk = composition.chunks[source.chunk]
             blended += chunk.blend * (end - start)
-            queried += chunk.query * max(end - max(start, part), 0)
     behind = np.arange(len(plan)) >= prefix
     chunks = _mask(plan, (range(one.at, one.at + one.length) for one in composition.chunks))
     wanted = np.zeros(len(plan), bool)
@@ -66,7 +65,8 @@ def report(
         wanted[chunk.at + np.array(chunk.recompute, np.int64)] = True
     left = chunks & behind & ~lead & ~wanted & ~linked
     chosen = left & _mask(plan, spared)
-    selected = blended // 100 + queried // 100
+    begin = max(prefix, part)
+    selected = blended // 100 + composition.selected(plan.between(begin, len(plan)))
     return Linked(
         power="chunks", exact=False, method=composition.method,
         linked=_count(linked) - selected, recomputed=_count(wanted & behind & ~lead) + selected,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from math import lcm
 from typing import Any
 
@@ -75,9 +76,8 @@ def _select(original: Original, adder: PrefillAdder, req: Req, **kw: Any) -> obj
         return admission
     prefix = admission.prefix_len
     whole = lcm(adder.page_size, kw.get("truncation_align_size") or 1)
-    length = _part(
-        plan, prefix, admission.extend_len, adder.rem_chunk_tokens, whole, continued=False
-    )
+    later, most = bool(adder.can_run_list), admission.extend_len
+    length = _part(plan, prefix, most, adder.rem_chunk_tokens, whole, later=later)
     if length <= 0:
         return AddReqResult.OTHER
     replay = plan.computed(prefix, prefix + length) - length
@@ -109,7 +109,7 @@ def _continue(original: Original, adder: PrefillAdder, req: Req) -> object:
     left = len(req.full_untruncated_fill_ids) - prefix
     budget = min(adder.rem_chunk_tokens, adder.chunked_req_limit or adder.rem_chunk_tokens)
     # At least a page, even if the budget is smaller: with empty parts a prompt would never end.
-    length = _part(plan, prefix, left, budget, adder.page_size, continued=True)
+    length = _part(plan, prefix, left, budget, adder.page_size, later=False)
     length = min(max(length, adder.page_size), left)
     room = int(adder.memory_budget.remaining_total) // adder.page_size * adder.page_size
     length = min(length, max(room, adder.page_size))
@@ -162,16 +162,15 @@ def _free(adder: PrefillAdder) -> int:
 
 
 def _part(
-    plan: PrefillPlan, prefix: int, most: int, budget: int, whole: int, *, continued: bool
+    plan: PrefillPlan, prefix: int, most: int, budget: int, whole: int, *, later: bool
 ) -> int:
-    """Returns the number of tokens of the next part of a prompt.
+    """Returns the number of tokens of the next part of a prompt; 0 if it has to wait.
 
     It is ``most`` if the part then has the rest of the plan, or the number with which it ends at a
     multiple of ``whole``: whole pages are copied in place.
 
     Args:
-        continued: whether an earlier step has computed a part of the prompt. If not, the next step
-            will have more budget for it: all that the server has.
+        later: whether a later step will have more budget, because this one has other prompts.
     """
     end = min(plan.reach(prefix, max(budget, 1)), prefix + most)
     if end == prefix + most >= len(plan):
@@ -179,9 +178,18 @@ def _part(
     if plan.undivided is not None and end > plan.undivided:
         if plan.undivided // whole * whole > prefix:
             end = plan.undivided
-        elif not continued:
-            end = min(prefix // whole * whole + whole, end)
+        elif later:
+            return 0
+        elif plan.stop is None:
+            last = -(-_last_part(plan, prefix, budget) // whole) * whole
+            end = min(end, max(last, prefix + whole))
     return end // whole * whole - prefix
+
+
+def _last_part(plan: PrefillPlan, prefix: int, budget: int) -> int:
+    """Returns the first token of the longest part that ends with the plan and fits the budget."""
+    every = range(prefix, len(plan))
+    return prefix + bisect_left(every, -budget, key=lambda at: -plan.computed(at, len(plan)))
 
 
 def _plan_of(req: Req) -> PrefillPlan | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sgl_ext.chunks.compose import compose, ids_in, mark, marked
@@ -90,12 +92,15 @@ def test_namespaces_depend_on_linked_chunks_and_their_positions() -> None:
 
 def test_questions_that_select_tokens_have_namespaces_of_their_own() -> None:
     query = Context("ctx-query", None, (10, 11), "query-15", (), (), 0, None, None, 15)
-    contexts = {**CONTEXTS, query.id: query}
+    other = replace(CONTEXTS["ctx-bare"], tokens=(14, 15, 16, 17))
+    contexts = {**CONTEXTS, query.id: query, "ctx-other": other}
     texts = [
         f"ab{mark('ctx-query')}c",
         f"ab{mark('ctx-query')}d",
         f"ab{mark('ctx-query')}cd",  # a later turn asks something else
         f"ab{mark('ctx-query')}c{mark('ctx-bare')}d",
+        f"ab{mark('ctx-query')}cc{mark('ctx-bare')}d",  # text between chunks
+        f"ab{mark('ctx-query')}c{mark('ctx-other')}d",  # a chunk of other tokens
         f"ab{mark('ctx-query')}c",
     ]
     found = [
@@ -105,7 +110,7 @@ def test_questions_that_select_tokens_have_namespaces_of_their_own() -> None:
     compositions = [each for each in found if each is not None]
     names = [each.extra_key for each in compositions]
     assert names[0] == names[-1]
-    assert len({*names}) == 4
+    assert len({*names}) == 6
     assert compositions[3].until(1).extra_key not in names
     assert [chunk.query for chunk in compositions[3].chunks] == [15, 0]
 

@@ -49,6 +49,21 @@ def test_kv_of_another_prompt_is_linked_as_the_lead(
     assert works <= {1.0, 0.15 + 0.85 * 0.1 if blend else query / 100}
 
 
+def test_the_end_of_a_prompt_selects_as_many_tokens_as_a_forward_computes() -> None:
+    chunks = LinkedChunk(10, 400, 0, (), 0, 66), LinkedChunk(420, 100, 0)
+    composition = Composition("any", "ns", ((),), chunks)
+    every = [[range(400)], [range(100)]]
+    for budget, wanted in ((None, 264), (8192, 264), (256, 216), (40, 20)):
+        plan = composition.plan(550, every, budget=budget)
+        assert composition.selected(plan.between(0, 550)) == wanted
+        assert plan.undivided == 10
+        assert plan.computed(10, 550) == wanted + 40
+    assert composition.selected(plan.between(210, 550)) == 10
+    plain = Composition("any", "ns", ((),), (LinkedChunk(10, 400, 0, (), 15), chunks[1]))
+    assert plain.plan(550, every, budget=40).undivided is None
+    assert plain.selected(plain.plan(550, every, budget=40).spans) == 0
+
+
 @given(prompts())
 def test_available_tokens_are_linked_and_the_rest_is_computed(
     prompt: tuple[Composition, int, list[int]],

@@ -93,8 +93,12 @@ def test_the_part_that_selects_tokens_is_not_divided_if_a_whole_budget_has_room_
     assert select(adder(1000), "asking", whole) is whole
     assert select(adder(100), "asking", Admission(0, 480, is_chunked=True)).extend_len == 48
     assert select(adder(40), "asking", Admission(0, 480, is_chunked=True)).extend_len == 32
-    # The prefix is cached: a page is computed, and the next step goes on with a whole budget.
-    assert select(adder(100), "asking", Admission(64, 416, is_chunked=True)).extend_len == PAGE
+    # The prefix is cached: the next step has a whole budget.
+    cached = Admission(64, 416, is_chunked=True)
+    busy = adder(140, can_run_list=["another"])
+    assert select(busy, "asking", cached) is AddReqResult.OTHER
+    # If that is not enough, either, the last part is as long as it can be.
+    assert select(adder(140), "asking", cached).extend_len == 256 - 64
 
     def continued(prefix: int, budget: int) -> int:
         limits: list[int] = []
@@ -104,7 +108,9 @@ def test_the_part_that_selects_tokens_is_not_divided_if_a_whole_budget_has_room_
 
     assert continued(64, 200) == 416
     assert continued(16, 100) == 32
-    assert continued(64, 100) == 352  # more than a whole budget
+    assert continued(64, 140) == 256 - 64
+    assert continued(256, 140) == 480 - 256
+    assert continued(64, 100) == 384 - 64  # text behind the chunk is computed in both parts
 
 
 @pytest.mark.parametrize("rid", ["linked", "plain"])
