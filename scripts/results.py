@@ -147,7 +147,8 @@ def compared(column: Column, system: str, title: str, other: str) -> list[Column
 
 
 LINKED = Chunks().method
-CODE = {"blend-15", "lego-16", LINKED, "cake", "longest", "shortest"}
+QUERY = ("query-5", "query-15")
+CODE = {"blend-15", "lego-16", *QUERY, LINKED, "cake", "longest", "shortest"}
 PEER = "peer-context-resize-interference"
 RATE = Column("transfer engine", "GB/s", form(2, " GB/s"))
 
@@ -248,6 +249,26 @@ TABLES: dict[str, Table] = {
             _divergence("95 % interval from", "klt_low", form(3)),
             _divergence("to", "klt_high", form(3)),
             _divergence("computed", "cost", PERCENT),
+        ],
+    ),
+    "chunks-speed": Table(
+        "chunks-speed",
+        "TTFT",
+        systems("stock", "blend-15", "lego-16", QUERY[1], LINKED),
+        [_chunks(1024), _chunks(4096)],
+    ),
+    "chunks-creation": Table(
+        "chunks-creation",
+        "900 tokens",
+        {
+            "computed by stock SGLang": {"system": "stock"},
+            "context of `lego-16`": {"system": "lego-16"},
+            "context of `primed`": {"system": "primed"},
+            f"context of `{LINKED}`": {"system": LINKED},
+        },
+        [
+            Column("seconds each, p50", "context_s_p50", S, {"what": "creation"}),
+            Column("to stock SGLang", "over_stock", TIMES, {"what": "creation"}),
         ],
     ),
     "restore": Table(

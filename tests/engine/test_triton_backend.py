@@ -82,7 +82,7 @@ def powers(page: int) -> list[Group]:
         ("linked", {}, [asked("a", ())]),
         ("holes", {}, [asked("b", (0, 1, 9, 17, 18)), {"ids": tokens(40, 8)}]),
         ("blended", {}, [asked("c", (), 15)]),
-        ("queried", {}, [asked("e", (), query=30)]),
+        ("queried", {}, [asked("e", (), query=15)]),
         ("linked from host memory", {"evict": True}, [asked("d", (0, 1))]),
         ("swap", {"evict": True}, preempted),
         ("end", {}, []),
