@@ -71,8 +71,8 @@ class _Attention:
     """
 
     def __init__(self, planned: PlannedForward, at: int, row: Row, end: int, begin: int) -> None:
-        table, batch = planned.runner.req_to_token_pool.req_to_token, planned.batch
-        self._slots = table[batch.req_pool_indices[at], :end].long()
+        table = planned.runner.req_to_token_pool.req_to_token
+        self._slots = table[planned.row(at), :end].long()
         count = min(end - row.start, _ASKING)
         last = begin + end - row.start
         self._last = slice(last - count, last)

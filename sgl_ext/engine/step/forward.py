@@ -53,11 +53,14 @@ class PlannedForward:
             if plan is not None:
                 yield at, plan, start, end
 
+    def row(self, at: int) -> int:
+        """Returns the row of a request in SGLang's table of slots."""
+        rows = self.batch.req_pool_indices_cpu
+        return int((self.batch.req_pool_indices if rows is None else rows)[at])
+
     def slots(self, at: int) -> NDArray[np.int64]:
         """Returns the slots of a request's computed or filled tokens, int64 ``[tokens]``."""
-        start, end = self.prefixes[at], self.ends[at]
-        rows = self.batch.req_pool_indices_cpu
-        row = int((self.batch.req_pool_indices if rows is None else rows)[at])
+        start, end, row = self.prefixes[at], self.ends[at], self.row(at)
         slots = self.runner.token_to_kv_pool_allocator.known.extended(row)
         if slots is None or len(slots) != end - start:
             slots = on_host(self.runner.req_to_token_pool.req_to_token[row, start:end])
