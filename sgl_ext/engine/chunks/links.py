@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sgl_ext.chunks.composition import LEAD, Composition, LinkedChunk, Selection
+from sgl_ext.chunks.composition import LEAD, Composition, Selection
 from sgl_ext.chunks.methods import BLEND_LAYERS
 from sgl_ext.config.chunks import Chunks
 from sgl_ext.engine.chunks.blend import Candidates
+from sgl_ext.engine.chunks.linked_request import LinkedRequest
 from sgl_ext.engine.chunks.moves import Move, Moves, moves_of
 from sgl_ext.engine.chunks.parameters import composition_of
 from sgl_ext.engine.chunks.report import Linked, report
@@ -34,29 +34,6 @@ from sgl_ext.planning.want import Name, Want
 
 _LEADS = 4
 """Maximum number of earlier turns of a conversation that are searched for a lead."""
-
-
-@dataclass
-class LinkedRequest:
-    """Request whose prompt has chunks, from the attempt to admit it to the end of its prefill."""
-
-    composition: Composition
-    tokens: int
-    """Tokens of the prompt."""
-    found: dict[int, Found]
-    """KV of the chunks behind the prefix that the request already has, by chunk number.
-    :data:`LEAD` stands for the KV of another prompt with the same prefix."""
-    plan: PrefillPlan
-    prefix: int
-    """Tokens that the request had when it was admitted."""
-    spared: Sequence[range] = ()
-    """Positions whose KV exists, but is computed because that is expected to be faster."""
-
-    def linked(self, start: int, end: int) -> Iterator[tuple[Span, LinkedChunk]]:
-        """Yields the spans in ``start .. end - 1`` whose KV is that of a chunk, and the chunks."""
-        for span in self.plan.between(start, end):
-            if isinstance(span.source, Link) and span.source.chunk != LEAD:
-                yield span, self.composition.chunks[span.source.chunk]
 
 
 class ChunkLinks:
@@ -273,32 +250,14 @@ class ChunkLinks:
             choices.linked(self._costs, tokens, rid, time.monotonic() - began)
 
     def blended(self, rid: str, start: int, end: int) -> Candidates | None:
-        """Returns the linked tokens in ``start .. end - 1`` among which CacheBlend selects.
-
-        Returns None if it would select none.
-        """
-        if (request := self._requests.get(rid)) is None:
-            return None
-        positions, share = [], 0
-        for span, chunk in request.linked(start, end):
-            if chunk.blend:
-                positions.append(np.arange(span.start, span.end))
-                share += chunk.blend * (span.end - span.start)
-        return Candidates(np.concatenate(positions), share // 100) if share >= 100 else None
+        """Returns what :meth:`LinkedRequest.blended` does; None for a request without chunks."""
+        request = self._requests.get(rid)
+        return None if request is None else request.blended(start, end)
 
     def queried(self, rid: str, start: int, end: int) -> tuple[Candidates, int] | None:
-        """Returns the linked tokens in ``start .. end - 1`` among which the end of the prompt
-        selects, and the number of tokens of the prompt.
-
-        Returns None if it would select none, or if the end of the prompt is not among them.
-        """
-        if (request := self._requests.get(rid)) is None or end < request.tokens:
-            return None
-        spans = [span for span, chunk in request.linked(start, end) if chunk.query]
-        if not (wanted := request.composition.selected(spans)):
-            return None
-        positions = np.concatenate([np.arange(one.start, one.end) for one in spans])
-        return Candidates(positions, wanted), request.tokens
+        """Returns what :meth:`LinkedRequest.queried` does; None for a request without chunks."""
+        request = self._requests.get(rid)
+        return None if request is None else request.queried(start, end)
 
     def select(self, req: Req, selection: Selection) -> list[int] | None:
         """Returns the offsets of the chunk's tokens whose values differ most, ascending.
