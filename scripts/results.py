@@ -147,8 +147,7 @@ def compared(column: Column, system: str, title: str, other: str) -> list[Column
 
 
 LINKED = Chunks().method
-QUERY = ("query-5", "query-15")
-CODE = {"blend-15", "lego-16", *QUERY, LINKED, "cake", "longest", "shortest"}
+CODE = {"blend-15", "lego-16", "query-15", LINKED, "cake", "longest", "shortest"}
 PEER = "peer-context-resize-interference"
 RATE = Column("transfer engine", "GB/s", form(2, " GB/s"))
 
@@ -254,7 +253,7 @@ TABLES: dict[str, Table] = {
     "chunks-speed": Table(
         "chunks-speed",
         "TTFT",
-        systems("stock", "blend-15", "lego-16", QUERY[1], LINKED),
+        systems("stock", "blend-15", "lego-16", "query-15", LINKED),
         [_chunks(1024), _chunks(4096)],
     ),
     "chunks-creation": Table(

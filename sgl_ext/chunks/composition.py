@@ -10,12 +10,10 @@ from dataclasses import replace
 
 import msgspec
 
-from sgl_ext.planning.plan import Compute, Link, PrefillPlan, Span
+from sgl_ext.planning.plan import ROUNDING, Compute, Link, PrefillPlan, Span
 
 LEAD = -1
 """Chunk number that stands for the KV of another prompt with the same prefix."""
-_ROUNDING = 1e-6
-"""Tolerance for sums of fractions of tokens, in tokens."""
 _FILLER = 0
 """Token id that fills the last page of a chunk. Every vocabulary has it, and later tokens do not
 change the KV of earlier ones."""
@@ -198,7 +196,7 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def selected(self, spans: Iterable[Span]) -> int:
         """Returns how many tokens of ``spans`` the end of the prompt selects."""
         works = ((one.end - one.start) * one.source.work for one in spans if self._queried(one))
-        return int(sum(works) + _ROUNDING)
+        return int(sum(works) + ROUNDING)
 
     def _spans(
         self,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-_ROUNDING = 1e-6
+ROUNDING = 1e-6
 """Tolerance for sums of fractions of tokens, in tokens."""
 
 
@@ -117,7 +117,7 @@ class PrefillPlan:
         """Returns the work of computing the tokens ``start .. end - 1``, in tokens, rounded up."""
         spans = self.between(start, end)
         work = sum((span.end - span.start) * span.source.work for span in spans)
-        return math.ceil(work - _ROUNDING)
+        return math.ceil(work - ROUNDING)
 
     def reach(self, start: int, budget: int) -> int:
         """Returns the end of a forward from ``start`` on that computes ``budget`` tokens.
@@ -134,8 +134,8 @@ class PrefillPlan:
             length, work = span.end - span.start, span.source.work
             if not work:
                 continue
-            fitting = int(left / work + _ROUNDING)
+            fitting = int(left / work + ROUNDING)
             if fitting < length:
                 return span.start + fitting if fitting else end
             end, left = span.end, left - length * work
-        return end + int(left + _ROUNDING)
+        return end + int(left + ROUNDING)
