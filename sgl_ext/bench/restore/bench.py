@@ -53,6 +53,8 @@ class _Sizes:
     """Ratios of the time of loading to the time of computing."""
     mixed: int
     """Number of contexts of mixed lengths that batches are drawn from."""
+    longest: int
+    """Maximum length of these contexts, in tokens."""
     batches: BatchSizes
     by_layers: Sequence[int]
     """Lengths of the contexts that are restored from host memory, in tokens."""
@@ -70,7 +72,8 @@ _QUICK = _Sizes(
     1,
     (1.0,),
     12,
-    BatchSizes({8: 2}, (0,), 12, (0,)),
+    3072,
+    BatchSizes({8: 2}, {8: 2}, (0,), 12, (0,)),
     (512,),
     (2048,),
     (1024,),
@@ -81,12 +84,13 @@ _WHOLE = _Sizes(
     2,
     1,
     (0.5, 1.0, 2.0),
-    32,
-    BatchSizes({2: 2, 4: 2, 8: 10}, (0, 1, 2), 96, (0, 1, 2)),
+    24,
+    8192,
+    BatchSizes({2: 4, 4: 2, 8: 3, 16: 1}, {8: 1}, (0, 1), 96, (0, 1, 2)),
     (128, 256, 512, 1024),
     (2048, _REFERENCE),
     (2048, _REFERENCE),
-    32_000,
+    56_000,
 )
 
 
@@ -111,9 +115,9 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
 def _slow_tiers(
     report: Report, model: Path, out: Path, sizes: _Sizes, parts: Sequence[str]
 ) -> None:
-    lengths = [*sizes.lengths] * sizes.each
+    lengths = [*sizes.lengths] * sizes.each if "alone" in parts else [_REFERENCE] * sizes.each
     count = max(sizes.mixed, sizes.batches.arrivals if "arrivals" in parts else 0)
-    contexts = of_lengths(model, lengths + mixed_lengths(count, 256, 3072, seed=0))
+    contexts = of_lengths(model, lengths + mixed_lengths(count, 256, sizes.longest, seed=0))
     alone, mixed = contexts[: len(lengths)], contexts[len(lengths) :]
     with tempfile.TemporaryDirectory(dir=out, prefix="restore-") as scratch:
         filled = Path(scratch) / "filled"
@@ -132,7 +136,7 @@ def _slow_tiers(
             if {"alone", "batches"} & {*parts}:
                 names += [RECOMPUTE, RECOMPUTE_IN_CHUNKS, LOAD, *([LONGEST] if alike else [])]
             rate = round(full / ratio)
-            staging = round(sizes.pool * token_bytes)  # six servers share the machine's memory
+            staging = round(sizes.pool / 2 * token_bytes)  # six servers share the machine's memory
             running = systems(names, filled, Path(scratch), sizes.pool, f"{staging}B", rate)
             with server.serve(running, model, logs / f"{ratio:g}") as servers:
                 if "alone" in parts:
