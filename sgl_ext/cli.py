@@ -96,11 +96,6 @@ def calibrate(
             f"loading from {tier}: {1e3 * cost.latency:.2f} ms per load, "
             f"{1e6 * cost.per_token:.1f} us per token"
         )
-    for how, curve in profile.host.items():
-        figures = ", ".join(
-            f"{1e3 * seconds:.0f} ms for {n} tokens" for n, seconds in curve.items()
-        )
-        print(f"restoring from host memory by {how}: {figures}")
     print(f"wrote {path}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from sgl_ext.calibration.crossover import POOL, WAYS, crossover_of, host_curves, random_tokens
 from sgl_ext.config import ExtConfig, Tiers
 from sgl_ext.errors import ExtError
 from sgl_ext.packages import cache_dir
@@ -26,6 +26,10 @@ from sgl_ext.serving.http import forget, generate, live, model_info, wait_until_
 
 _LENGTHS = (96, 160, 256, 512, 1024, 2048, 4096, 1024, 512, 256, 160, 96)
 """Lengths of the measured prompts, in tokens; they give forwards of these and of the chunk size."""
+_POOL = 8192
+"""Device pool of the server that loads from host memory, in tokens: the prompts exceed it."""
+_TOKEN_IDS = (1000, 9000)
+"""Range of token ids that every vocabulary has and that no template gives a meaning."""
 _TOGETHER = (1, 2, 4, 8)
 """Numbers of requests that decode together."""
 _DECODED = 16
@@ -35,12 +39,11 @@ _DECODED = 16
 def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple[Profile, Path]:
     """Measures servers on ``model`` and saves the profile in the user's cache.
 
-    Each lower tier is measured alone. The SSD tier uses temporary folders, which are removed
+    Each tier is measured alone. The SSD tier uses temporary folders, which are removed
     afterwards. A remote store keeps some pages of random tokens until it evicts them.
 
     Args:
-        config: Configuration with a ``tiers`` section, whose tiers are measured. With a ``restore``
-            section, L_delta is measured, too.
+        config: Configuration with a ``tiers`` section, whose tiers are measured.
         arguments: Further arguments of the server, the same that it will be started with later.
 
     Returns:
@@ -59,9 +62,10 @@ def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple
         for name, alone in _one_by_one(config.tiers):
             with alone as section:
                 only = config.model_copy(update={"tiers": section})
-                systems = [_system(name, only, arguments)]
+                more = ("--max-total-tokens", str(_POOL)) if name == HOST else ()
+                systems = [_system(name, only, (*arguments, *more))]
                 with server.serve(systems, model, Path(logs), deadline=deadline) as (running,):
-                    _ask(running.url)
+                    _ask(running.url, flushed=name != HOST)
                     _decode(running.url)
                     found[name] = live(running.url)["planning"]["costs"]
             if name != HOST:
@@ -75,17 +79,6 @@ def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple
             if DECODE in one["known"]:
                 decode = DecodeCost(**one["decode"])
         profile = Profile(subject, fit(forwards), loads, devices(config.tiers), decode=decode)
-        if config.restore is not None and config.tiers.host is not None:
-            small = (*arguments, "--max-total-tokens", str(POOL))
-            systems = []
-            for way in WAYS:
-                forced = config.restore.model_copy(update={"host": way})
-                sections = {"tiers": Tiers(host=config.tiers.host), "restore": forced}
-                systems.append(_system(way, config.model_copy(update=sections), small))
-            with server.serve(systems, model, Path(logs), deadline=deadline) as servers:
-                curves = host_curves(servers)
-            crossover = crossover_of(curves["tokens"], curves["layers"])
-            profile = msgspec.structs.replace(profile, host=curves, crossover=crossover)
     return profile, save(profile, cache_dir() / PROFILES)
 
 
@@ -98,7 +91,7 @@ def _system(name: str, config: ExtConfig, arguments: Sequence[str]) -> server.Sy
 
 
 def _one_by_one(wanted: Tiers) -> Iterator[tuple[str, AbstractContextManager[Tiers]]]:
-    """Yields the name and the section of each lower tier alone, or of host memory if there is none.
+    """Yields the name and the section of each tier alone, host memory last.
 
     A lower tier stores pages after their first use.
     """
@@ -107,8 +100,8 @@ def _one_by_one(wanted: Tiers) -> Iterator[tuple[str, AbstractContextManager[Tie
     if wanted.remote is not None:
         remote = wanted.remote.model_copy(update={"keep_after": 1})
         yield "remote", nullcontext(Tiers(remote=remote, staging=wanted.staging, wait=wanted.wait))
-    if wanted.ssd is None and wanted.remote is None:
-        yield "host", nullcontext(wanted)
+    if wanted.host is not None:
+        yield HOST, nullcontext(Tiers(host=wanted.host))
 
 
 @contextmanager
@@ -148,20 +141,29 @@ def _load_cost(tier: str, samples: Sequence[tuple[int, float]]) -> LoadCost:
     return LoadCost(0.0, statistics.median(seconds / tokens for tokens, seconds in samples))
 
 
-def _ask(url: str) -> None:
+def _random_tokens(count: int) -> list[int]:
+    """Returns random token ids: a prompt that no cache holds."""
+    choose = random.SystemRandom()
+    return [choose.randrange(*_TOKEN_IDS) for _ in range(count)]
+
+
+def _ask(url: str, *, flushed: bool) -> None:
     """Sends prompts that no cache holds, and then the long ones again.
 
-    Device and host memory are flushed before each repetition, so that only lower tiers hold the KV.
+    Args:
+        flushed: True to flush device and host memory before each repetition, so that only lower
+            tiers have the KV. Otherwise host memory has what the device has evicted.
     """
     context = model_info(url)
     most = int(context.get("max_context_length") or max(_LENGTHS)) - 8
-    prompts = [random_tokens(min(length, most)) for length in _LENGTHS]
+    prompts = [_random_tokens(min(length, most)) for length in _LENGTHS]
     for prompt in prompts:
         generate(url, prompt, 1)
     wait_until_stored(url)
     for prompt in prompts:
         if len(prompt) >= 1024:
-            forget(url)
+            if flushed:
+                forget(url)
             generate(url, prompt, 1)
 
 
@@ -169,6 +171,6 @@ def _decode(url: str) -> None:
     """Decodes prompts, in batches of all sizes of :data:`_TOGETHER`."""
     with ThreadPoolExecutor(max(_TOGETHER)) as pool:
         for together in _TOGETHER:
-            prompts = [random_tokens(min(_LENGTHS)) for _ in range(together)]
+            prompts = [_random_tokens(min(_LENGTHS)) for _ in range(together)]
             for answer in [pool.submit(generate, url, prompt, _DECODED) for prompt in prompts]:
                 answer.result()

@@ -26,8 +26,6 @@ HOST_OUT = "host-out"
 """Channel from the device to host memory."""
 MOVE = "move"
 """Channel within one memory: copies of KV to other positions."""
-CROSSOVER = 512
-"""Default of L_delta where it was not measured, in tokens."""
 _OBSERVED = 512
 """Recent forwards, and recent loads of each channel, that are kept."""
 
@@ -51,9 +49,6 @@ class Costs:
     loads: dict[str, LoadCost] = field(default_factory=dict)
     chunk: int = 512
     measured: frozenset[str] = frozenset()
-    crossover: int = CROSSOVER
-    """Length in tokens from which on a prefix in host memory is restored by tokens instead of by
-    layers: L_delta."""
     unit: int | None = None
     """Maximum tokens of one load of a restoration, each of which has the latency of its channel;
     None if a restoration is one load."""
@@ -239,7 +234,6 @@ class Costs:
         return {
             "measured": sorted(self.measured),
             "known": sorted(self.measured | {*self._learners}),
-            "crossover": self.crossover,
             "compute": asdict(self.compute),
             "decode": asdict(self.decode),
             "loads": {name: asdict(cost) for name, cost in [*self.loads.items()]},

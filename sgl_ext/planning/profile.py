@@ -13,7 +13,7 @@ import msgspec
 
 from sgl_ext.config import Tiers
 from sgl_ext.planning.compute_cost import ComputeCost, DecodeCost
-from sgl_ext.planning.costs import CROSSOVER, HOST, Costs
+from sgl_ext.planning.costs import HOST, Costs
 from sgl_ext.planning.load_cost import LoadCost
 
 VERSION = 3
@@ -25,10 +25,6 @@ _LARGEST = 1 << 20
 """Maximum size of a profile, in bytes."""
 
 logger = logging.getLogger(__name__)
-
-
-Curve = dict[int, float]
-"""Seconds by tokens of the prefix."""
 
 
 class Subject(msgspec.Struct, frozen=True):
@@ -50,11 +46,6 @@ class Profile(msgspec.Struct, frozen=True):
     """Cost of a load, by channel: lower tiers and :data:`~sgl_ext.planning.costs.HOST`."""
     devices: dict[str, str]
     """Description of each tier when it was measured; see :func:`devices`."""
-    crossover: int = CROSSOVER
-    """Length in tokens from which on a prefix in host memory is restored by tokens instead of by
-    layers: L_delta (§3.1)."""
-    host: dict[str, Curve] = {}
-    """Times of restoring from host memory, by strategy; :attr:`crossover` is derived from them."""
     decode: DecodeCost | None = None
     """Cost of a decode step; None if none was measured."""
     version: int = VERSION
@@ -62,8 +53,8 @@ class Profile(msgspec.Struct, frozen=True):
     def seed(self, costs: Costs, tiers: Mapping[str, str]) -> None:
         """Makes these costs the first estimates of ``costs``.
 
-        The measured cost of a tier is used only if the tier's description has not changed, and the
-        crossover only if that of host memory has not. Logs a warning if a tier is not covered.
+        The measured cost of a tier is used only if the tier's description has not changed. Logs a
+        warning if a tier is not covered.
 
         Args:
             tiers: current :func:`devices`.
@@ -75,8 +66,6 @@ class Profile(msgspec.Struct, frozen=True):
         if missing := sorted({*tiers} - {*loads, HOST}):
             logger.warning("the cost profile has no costs of %s; run sgl-ext calibrate", missing)
         costs.seed(self.compute, loads, self.decode)
-        if self.devices.get(HOST) == tiers.get(HOST):
-            costs.crossover = self.crossover
 
 
 def devices(tiers: Tiers) -> dict[str, str]:
@@ -118,7 +107,7 @@ def find(subject: Subject, directory: Path) -> Profile | None:
     compute, loads = found.compute, found.loads.values()
     decode = found.decode or DecodeCost()
     latencies = [decode.overhead, *(one.latency for one in loads)]
-    least = min([compute.overhead, compute.per_pair, found.crossover, *latencies])
+    least = min([compute.overhead, compute.per_pair, *latencies])
     each = [compute.per_token, decode.per_request, *(one.per_token for one in loads)]
     if least < 0 or min(each) <= 0:
         logger.warning("%s has costs that are not positive; run sgl-ext calibrate again", path)

@@ -22,7 +22,9 @@ def choose_strategy(
     """Returns the strategy for ``pages`` in host memory; None if they are only loaded.
 
     Under ``auto``, pages are restored if at least one layer would be computed before all are loaded
-    (Equation 1).
+    (Equation 1), in the way that the cost model expects to be faster. By tokens, the tokens after
+    the prefix need a forward of their own, with its overhead. By layers, each computed token
+    attends to all tokens before it. The length at which both are equal is L_delta of §3.1.
 
     Args:
         how: the option ``restore.host``.
@@ -39,14 +41,16 @@ def choose_strategy(
         return None  # the first load measures how long loads take
     begin, end = first * page, (first + pages) * page
     loading, computing = costs.loads[HOST].seconds(end - begin), costs.compute.seconds(begin, end)
-    # Computing and loading share the work in the proportion of their speeds.
-    both = {"load": loading, "both": loading * computing / (loading + computing)}
-    choice = "load" if layers * loading < loading + computing else "both"
+    computed = loading / (loading + computing)  # share of the layers, at the speed of both
+    ways = {
+        "tokens": costs.per_loaded(HOST) * (end - costs.meeting(begin, end, HOST)),
+        "layers": computed * costs.compute.work(begin, end),
+    }
+    both = {"load": loading, "both": min(ways.values())}
+    choice = "load" if computed * layers < 1 else "both"
     if costs.decisions.chose("load_or_compute", choice, both, rid) == "load":
         return None
-    by = Strategy.TOKENS if end - begin >= costs.crossover else Strategy.LAYERS
-    costs.decisions.chose("tokens_or_layers", by.value, {by.value: both["both"]}, rid)
-    return by
+    return Strategy(costs.decisions.least("tokens_or_layers", ways, rid))
 
 
 def computed_share(costs: Costs) -> float:

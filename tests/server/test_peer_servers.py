@@ -1,6 +1,6 @@
-"""Tests of a master whose requests run in the memory of a worker that serves another model.
+"""Tests of a master whose requests run in the memory of two workers that serve another model.
 
-The master returns the answers of a large server, also when the worker reclaims memory or is killed.
+The master returns the answers of a large server, also when a worker reclaims memory or is killed.
 ``SGLEXT_STREAMS=direct,layer,layers`` runs all tests with each way of reading borrowed memory,
 which takes ten minutes each.
 """
@@ -31,19 +31,22 @@ from sgl_ext.serving.http import live
 from sgl_ext.serving.server import Server, System, serve
 
 DEADLINE_S = 480.0
-LOCAL, BORROWED = 512, 2048
-"""Tokens of the master that fit its own memory and the borrowed memory."""
+LOCAL, BORROWED, OTHER = 512, 2048, 1024
+"""Tokens of the master that fit its own memory and the memory that each worker lends."""
+ALL = BORROWED + OTHER
 TOKEN_BYTES = 6 * 2 * 3 * 64 * 4
 """KV bytes of a token of the master's model, in float32."""
 
 
 @dataclass
 class Pair:
-    """A master, its worker, and a large server of the master's model without either."""
+    """A master, its workers, and a large server of the master's model without any."""
 
     large: Server
     master: Server
     worker: Server
+    other: Server
+    """Second worker, whose KV has another dtype."""
 
     def answers(self, server: Server, prompts: list[list[int]], tokens: int = 8) -> list[Any]:
         """Returns the output ids and logprobs of each prompt; all prompts are sent at once."""
@@ -79,6 +82,11 @@ def borrowed(master: Server) -> int:
     return int(live(master.url)["peer"]["borrowed_bytes"]) // TOKEN_BYTES
 
 
+def kill(server: Server) -> None:
+    for process in [*server.process.children(recursive=True), server.process]:
+        process.send_signal(signal.SIGKILL)
+
+
 def until(what: str, condition: Any) -> None:
     end = time.monotonic() + 60
     while not condition():
@@ -87,24 +95,32 @@ def until(what: str, condition: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def worker_system(tmp_path_factory: pytest.TempPathFactory) -> System:
+def worker_systems(tmp_path_factory: pytest.TempPathFactory) -> list[System]:
     directory = tmp_path_factory.mktemp("peers")
     directory.chmod(0o700)
-    tokens = worker_tokens(BORROWED + 512, 0, TOKEN_BYTES)
-    arguments = ("--model-path", str(untrained()), "--max-total-tokens", str(tokens), *COMMON)
-    ours = "--enable-metrics", *peer("worker", directory, window="1s", deadline="20s")
-    return System("worker", (*arguments, *ours))
+
+    def worker(name: str, lent: int, *more: str, times: int = 1) -> System:
+        tokens = times * worker_tokens(lent + 512, 0, TOKEN_BYTES)
+        capacity = f"{lent * TOKEN_BYTES}B"
+        ours = peer("worker", directory, window="1s", deadline="20s", capacity=capacity)
+        arguments = ("--model-path", str(untrained()), "--max-total-tokens", str(tokens), *COMMON)
+        return System(name, (*arguments, *more, "--enable-metrics", *ours))
+
+    return [
+        worker("worker", BORROWED),
+        worker("other worker", OTHER, "--dtype", "bfloat16", times=2),  # half as many bytes
+    ]
 
 
 @pytest.fixture(scope="module", params=os.environ.get("SGLEXT_STREAMS", "direct").split(","))
 def pair(
     request: pytest.FixtureRequest,
-    worker_system: System,
+    worker_systems: list[System],
     model: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
-    directory = json.loads(worker_system.arguments[-1])["peer"]["directory"]
-    capacity = f"{BORROWED * TOKEN_BYTES}B"
+    directory = json.loads(worker_systems[0].arguments[-1])["peer"]["directory"]
+    capacity = f"{ALL * TOKEN_BYTES}B"
     # The restart of a worker takes minutes on a busy machine.
     patient = {"deadline": "300s", "lease": "60s"}
     ours = peer("master", directory, capacity=capacity, stream=request.param, **patient)
@@ -112,11 +128,11 @@ def pair(
     systems = [
         System("large", ("--max-total-tokens", "4096", *COMMON)),
         System("master", ("--max-total-tokens", str(LOCAL), *COMMON, *ours)),
-        worker_system,
+        *worker_systems,
     ]
     with serve(systems, model, tmp_path_factory.mktemp("logs")) as servers:
         pair = Pair(*servers)
-        until("the worker lends nothing", lambda: borrowed(pair.master) >= 0.9 * BORROWED)
+        until("the workers do not lend", lambda: borrowed(pair.master) >= 0.9 * ALL)
         yield pair
 
 
@@ -133,6 +149,9 @@ def test_master_returns_the_answers_of_a_large_server(pair: Pair, prompts: list[
     pair.same(prompts)
     longer = [prompt + [1] * 40 for prompt in prompts]
     pair.same(longer)  # the master has cached the prompts that these extend
+    workers = live(pair.master.url)["peer"]["workers"]
+    assert len(workers) == 2
+    assert all(each["used_bytes"] for each in workers)
 
 
 def metric(server: Server, name: str) -> float:
@@ -142,9 +161,9 @@ def metric(server: Server, name: str) -> float:
 
 
 def test_metrics_report_lent_and_borrowed_bytes(pair: Pair) -> None:
-    lent = live(pair.worker.url)["peer"]["used_bytes"]
+    lent, other = (live(each.url)["peer"]["used_bytes"] for each in (pair.worker, pair.other))
     until("the worker's metrics", lambda: metric(pair.worker, "used_bytes") == lent)
-    until("the master's metrics", lambda: metric(pair.master, "borrowed_bytes") == lent)
+    until("the master's metrics", lambda: metric(pair.master, "borrowed_bytes") == lent + other)
     assert metric(pair.worker, "granted_bytes_total") >= lent
 
 
@@ -175,23 +194,37 @@ def test_worker_reclaims_memory_under_load_and_lends_it_again(
             each.result()
     found = live(pair.worker.url)["peer"]
     assert found["reclaimed"] > 0
-    until("nothing is lent again", lambda: borrowed(pair.master) >= 0.9 * BORROWED)
+    until("nothing is lent again", lambda: borrowed(pair.master) >= 0.9 * ALL)
+
+
+def test_requests_of_the_master_go_on_in_the_memory_of_the_other_worker(
+    pair: Pair, prompts: list[list[int]]
+) -> None:
+    tokens = 120  # so many that the worker is killed before the end
+    expected = pair.answers(pair.large, prompts, tokens)
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(pair.answers, pair.master, prompts, tokens)
+        time.sleep(0.5)
+        kill(pair.other)
+        for (ids, _), (our_ids, _) in zip(expected, asked.result(), strict=True):
+            assert our_ids == ids
+    until("the dead worker's memory is used", lambda: borrowed(pair.master) <= BORROWED)
+    pair.same(prompts)
 
 
 def test_requests_of_the_master_survive_a_killed_worker(
-    pair: Pair, worker_system: System, prompts: list[list[int]], tmp_path: Path
+    pair: Pair, worker_systems: list[System], prompts: list[list[int]], tmp_path: Path
 ) -> None:
     tokens = 120  # so many that the worker is killed before the end
     expected = pair.answers(pair.large, prompts, tokens)
     with ThreadPoolExecutor(1) as threads, ExitStack() as stack:
         asked = threads.submit(pair.answers, pair.master, prompts, tokens)
         time.sleep(0.5)
-        for process in [*pair.worker.process.children(recursive=True), pair.worker.process]:
-            process.send_signal(signal.SIGKILL)
+        kill(pair.worker)
         until("the dead worker's memory is used", lambda: borrowed(pair.master) == 0)
         pair.same(prompts[:1])  # needs no borrowed memory
         # The other requests wait until a worker lends memory, and then restart.
-        (pair.worker,) = stack.enter_context(serve([worker_system], untrained(), tmp_path))
+        (pair.worker,) = stack.enter_context(serve(worker_systems[:1], untrained(), tmp_path))
         for (ids, _), (our_ids, _) in zip(expected, asked.result(), strict=True):
             assert our_ids == ids
         until("nothing is lent again", lambda: borrowed(pair.master) >= 0.9 * BORROWED)

@@ -86,7 +86,7 @@ _WHOLE = _Sizes(
     (0.5, 1.0, 2.0),
     24,
     8192,
-    BatchSizes({2: 4, 4: 2, 8: 3, 16: 1}, {8: 1}, (0, 1), 96, (0, 1, 2)),
+    BatchSizes({2: 6, 4: 4, 8: 4, 16: 2}, {8: 1}, (0, 1, 2), 48, (0, 1)),
     (128, 256, 512, 1024),
     (2048, _REFERENCE),
     (2048, _REFERENCE),
@@ -116,7 +116,10 @@ def _slow_tiers(
     report: Report, model: Path, out: Path, sizes: _Sizes, parts: Sequence[str]
 ) -> None:
     lengths = [*sizes.lengths] * sizes.each if "alone" in parts else [_REFERENCE] * sizes.each
-    count = max(sizes.mixed, sizes.batches.arrivals if "arrivals" in parts else 0)
+    count = max(
+        sizes.mixed if "batches" in parts else 0,
+        sizes.batches.arrivals if "arrivals" in parts else 0,
+    )
     contexts = of_lengths(model, lengths + mixed_lengths(count, 256, sizes.longest, seed=0))
     alone, mixed = contexts[: len(lengths)], contexts[len(lengths) :]
     with tempfile.TemporaryDirectory(dir=out, prefix="restore-") as scratch:

@@ -7,6 +7,9 @@ down until swapping a request takes as much of an iteration as on the paper's ma
 
 Loads are relative to the throughput that our system would have if swapping cost nothing. This is
 measured with host memory as it is and all conversations arriving at once.
+
+The part ``speeds`` serves the model's first layers only: it has many runs, of which only the ratios
+of times count.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from sgl_ext.bench.swap.systems import (
     Link,
     systems,
 )
-from sgl_ext.models import SMOLLM2, prepare
+from sgl_ext.models import SMOLLM2, prepare, shortened
 from sgl_ext.serving import server
 
 _AT_ONCE = 1000.0
@@ -50,9 +53,11 @@ _HEAVY = 1.3
 _LEVELS = (0, 100)
 _START_DEADLINE_S = 900.0
 """Deadline for the start of all servers side by side, in seconds."""
-_SMALL = ("link", "without", "traces", "static", "speeds")
+_SMALL = ("link", "without", "traces", "static")
 _LARGE = ("native",)
-PARTS = (*_SMALL, *_LARGE, "exact")
+_SHORT = ("speeds",)
+PARTS = (*_SMALL, *_LARGE, *_SHORT, "exact")
+_SHORT_LAYERS = 6
 
 
 @dataclass(frozen=True)
@@ -92,13 +97,17 @@ Runs = Mapping[str, Sequence[Run]]
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
     small, large = (_QUICK, _QUICK) if quick else (_SMALL_SIZES, _LARGE_SIZES)
-    model = prepare(SMOLLM2)
+    model, short = prepare(SMOLLM2), shortened(SMOLLM2, _SHORT_LAYERS)
     config = {"quick": quick, "page": PAGE}
     report = Report("swap", config | {"small": asdict(small), "large": asdict(large)})
     complete = []
-    for name, of, sizes in (("small", _SMALL, small), ("large", _LARGE, large)):
+    for name, of, sizes, served in (
+        ("small", _SMALL, small, model),
+        ("large", _LARGE, large, model),
+        ("short", _SHORT, small, short),
+    ):
         if chosen := [part for part in parts if part in of]:
-            bench = _Bench(report, model, sizes, out, name, quick=quick)
+            bench = _Bench(report, served, sizes, out, name, quick=quick)
             for part in chosen:
                 getattr(bench, part)()
             if {*of} <= {*parts}:
@@ -114,7 +123,10 @@ class _Bench:
     def __init__(
         self, report: Report, model: Path, sizes: _Sizes, out: Path, name: str, *, quick: bool
     ) -> None:
+        from transformers import AutoConfig
+
         self._report, self._sizes = report, sizes
+        self._layers: int = AutoConfig.from_pretrained(model).num_hidden_layers
         self._workload = Workload(model, sizes.conversations, sizes.longest, sizes.pause)
         self._logs = out / "logs" / "swap"
         # Only sizes that measurements depend on: few_seeds, because arrival rates follow from the
@@ -270,7 +282,8 @@ class _Bench:
         stored = runs[0].counts
         page_bytes = round(stored["stored_bytes"] / stored["stored_pages"])
         pages = mean_pages(self._workload.talks(self._sizes.seeds[0]), PAGE)
-        return Link(statistics.median(run.gap["p50"] for run in runs), pages, page_bytes)
+        iteration = statistics.median(run.gap["p50"] for run in runs)
+        return Link(iteration, pages, page_bytes, self._layers)
 
     def _run(self, key: str, measure: Callable[[], Run] | None = None) -> Run:
         if measure is None:

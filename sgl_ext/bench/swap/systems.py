@@ -44,8 +44,6 @@ _EXPERIMENTS: Mapping[str, Mapping[str, bool]] = {
     WITHOUT_ASYNC_OUT: {"wait": True},
     WITHOUT_REUSE: {"copy_again": True},
 }
-_COPIES_OF_A_PAGE = 60
-"""Copies that swap one page: keys and values of each of 30 layers, separately."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +54,14 @@ class Link:
         iteration: seconds of an iteration on this machine.
         pages: mean number of pages of a swapped request.
         page_bytes: bytes of a page.
+        layers: layers of the model, whose keys and values are separate copies of a page.
         times: factor by which a copy takes longer than that.
     """
 
     iteration: float
     pages: float
     page_bytes: int
+    layers: int
     times: float = 1.0
 
     PER_PAGE = 1.16
@@ -74,7 +74,7 @@ class Link:
         page = self.times * self.iteration / self.pages
         return {
             "bytes_per_second": round(self.page_bytes / (self.BYTES * page)),
-            "operations_per_second": _COPIES_OF_A_PAGE / (self.PER_PAGE * page),
+            "operations_per_second": 2 * self.layers / (self.PER_PAGE * page),
         }
 
 

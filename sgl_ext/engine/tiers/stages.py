@@ -33,15 +33,14 @@ class Stages:
         self._channel: FirstStageChannel | FurtherStageChannel
         if params.pp_rank == 0:
             self._channel = first = FirstStageChannel(params.pp_size - 1)
-            _broadcast(params, first.address)
+            told = _gather(params, first.address)
             first.connect()
             self.agreement = FirstStage(first)
         else:
-            self._channel = further = FurtherStageChannel(_broadcast(params), params.pp_rank)
+            told = _gather(params, None)
+            self._channel = further = FurtherStageChannel(Address(*told[0][1]), params.pp_rank)
             self.agreement = FurtherStage(further)
-        pids: list[Any] = [None] * params.pp_size
-        torch.distributed.all_gather_object(pids, os.getpid(), group=params.pp_cache_group)
-        others = {stage: pid for stage, pid in enumerate(pids) if stage != params.pp_rank}
+        others = {stage: pid for stage, (pid, _) in enumerate(told) if stage != params.pp_rank}
         self._watch = StageWatch(others)
 
     def close(self) -> None:
@@ -49,8 +48,9 @@ class Stages:
         self._channel.close()
 
 
-def _broadcast(params: CacheInitParams, address: Address | None = None) -> Address:
-    """Returns the address that the first stage gives to all stages."""
-    found: list[Any] = [address]
-    torch.distributed.broadcast_object_list(found, group=params.pp_cache_group, group_src=0)
-    return Address(*found[0])
+def _gather(params: CacheInitParams, address: Address | None) -> list[tuple[int, Any]]:
+    """Returns the pid of each stage, and the address that only the first stage has."""
+    told: list[Any] = [None] * params.pp_size
+    mine = os.getpid(), address
+    torch.distributed.all_gather_object(told, mine, group=params.pp_cache_group)
+    return told

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_ext.calibration.crossover import crossover_of
 from sgl_ext.calibration.profile import calibrate
 from sgl_ext.config import ExtConfig, load
 from sgl_ext.errors import ExtError
 from sgl_ext.planning.compute_cost import ComputeCost, DecodeCost, fit
-from sgl_ext.planning.costs import CROSSOVER, Costs
+from sgl_ext.planning.costs import Costs
 from sgl_ext.planning.load_cost import LoadCost
 from sgl_ext.planning.profile import Profile, Subject, devices, find, known, path_of, save
 
@@ -25,8 +24,6 @@ PROFILE = Profile(
     ComputeCost(1e-3, 2e-4, 3e-9),
     {"ssd": LoadCost(0.0, 1e-4)},
     {"ssd": "a disk"},
-    300,
-    {"tokens": {128: 0.5}, "layers": {128: 0.4}},
     DecodeCost(0.03, 1e-3),
 )
 
@@ -45,8 +42,6 @@ def test_saved_profile_is_found(tmp_path: Path) -> None:
     assert costs.measured == {"compute", "decode", "ssd"}
     assert (costs.compute, costs.decode) == (PROFILE.compute, PROFILE.decode)
     assert costs.loads == PROFILE.loads
-    assert costs.crossover == 300
-    assert seeded({"host": "behind a link"}).crossover == CROSSOVER
     assert [*(tmp_path / "new").iterdir()] == [path_of(SUBJECT, tmp_path / "new")]
 
 
@@ -144,15 +139,6 @@ def test_fit_recovers_the_costs_of_forwards(
 def test_fit_refuses_insufficient_forwards(samples: list[tuple[int, int, float]]) -> None:
     with pytest.raises(ValueError, match="do not determine the costs"):
         fit(samples)
-
-
-def test_crossover_follows_the_last_length_where_layers_are_faster() -> None:
-    layers = {128: 1.0, 256: 2.0, 512: 4.0}
-    assert crossover_of({128: 2.0, 256: 1.9, 512: 3.0}, layers) == 129
-    assert crossover_of({128: 0.9, 256: 2.1, 512: 3.0}, layers) == 257
-    assert crossover_of({128: 0.9, 256: 1.9, 512: 3.0}, layers) == 1
-    assert crossover_of({128: 2.0, 256: 3.0, 512: 5.0}, layers) == 513
-    assert crossover_of({128: 0.9, 256: 1.9, 512: 4.04}, layers) == 1
 
 
 def test_known_yields_valid_profiles_of_this_version(tmp_path: Path) -> None:

@@ -198,8 +198,8 @@ def test_a_request_that_another_power_owns_is_not_restored(power: Any, owned: bo
 @pytest.mark.parametrize(
     ("how", "pages", "loading", "chosen"),
     [
-        ("auto", 40, 1.0, Strategy.TOKENS),  # 640 tokens, beyond L_delta
-        ("auto", 10, 1.0, Strategy.LAYERS),
+        ("auto", 400, 0.02, Strategy.TOKENS),  # tokens at the end attend to many before them
+        ("auto", 10, 0.02, Strategy.LAYERS),  # by tokens, one more forward would have its overhead
         ("auto", 10, 1e-5, None),  # loaded before a layer would be computed
         ("auto", 10, None, None),  # the cost of loading is not measured yet
         ("auto", 0, 1.0, None),
@@ -211,7 +211,7 @@ def test_a_request_that_another_power_owns_is_not_restored(power: Any, owned: bo
 def test_host_memory_strategy_follows_the_option_and_the_costs(
     how: str, pages: int, loading: float | None, chosen: Strategy | None
 ) -> None:
-    costs = Costs(ComputeCost(0.0, 1e-3))
+    costs = Costs(ComputeCost(0.05, 1e-3, 1e-6))
     if loading is not None:
         costs.loaded(HOST, 1600, 100 * loading)
     by = choose_strategy(how, costs, first=0, pages=pages, page=16, layers=30, rid="r")
