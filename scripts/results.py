@@ -147,7 +147,7 @@ def compared(column: Column, system: str, title: str, other: str) -> list[Column
 
 
 LINKED = Chunks().method
-CODE = {"blend-15", "lego-16", "query-15", LINKED, "cake", "longest", "shortest"}
+CODE = {"blend-15", "lego-16", "query-5", "query-15", LINKED, "cake", "longest", "shortest"}
 PEER = "peer-context-resize-interference"
 RATE = Column("transfer engine", "GB/s", form(2, " GB/s"))
 

@@ -147,9 +147,10 @@ def _slow_tiers(
                 batches = Batches(servers, mixed, sizes.batches, rate)
                 if alike and "batches" in parts:
                     batches.report(report)
+                    report.write(out / "partial")  # kept if what follows fails
                 if alike and "arrivals" in parts:
                     batches.report_arrivals(report)
-            report.write(out / "partial")  # kept if a later ratio fails
+            report.write(out / "partial")
         if "host" in parts:
             report_layers(report, model, logs, sizes.by_layers, round(full))
 
