@@ -148,6 +148,8 @@ def compared(column: Column, system: str, title: str, other: str) -> list[Column
 
 LINKED = Chunks().method
 CODE = {"blend-15", "lego-16", "query-5", "query-15", LINKED, "cake", "longest", "shortest"}
+BATCHES = "restore-batches-arrivals-host"
+_FROM_HOST = "host memory, behind a slow link"
 PEER = "peer-context-resize-interference"
 RATE = Column("transfer engine", "GB/s", form(2, " GB/s"))
 
@@ -293,7 +295,7 @@ TABLES: dict[str, Table] = {
         ],
     ),
     "restore-batches": Table(
-        "restore-batches",
+        BATCHES,
         "mean TTFT",
         systems("recompute", "recompute, 512 at a time", "load", "longest", "cake", "shortest"),
         [
@@ -304,8 +306,17 @@ TABLES: dict[str, Table] = {
             Column("8 at once: p99", "ttft_ms_p99", S_OF_MS, {"what": "batches of 8"}),
         ],
     ),
+    "restore-host": Table(
+        BATCHES,
+        "in host memory",
+        systems("recompute", "load from host", "by tokens", "by layers", "either"),
+        [
+            Column(f"{tokens:,} tokens", "ttft_ms_p50", MS, {"tokens": tokens, "what": _FROM_HOST})
+            for tokens in (128, 256, 512, 1024)
+        ],
+    ),
     "restore-arrivals": Table(
-        "restore",
+        BATCHES,
         "one after another",
         systems("cake", "shortest"),
         [
