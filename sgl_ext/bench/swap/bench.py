@@ -97,16 +97,17 @@ Runs = Mapping[str, Sequence[Run]]
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
     small, large = (_QUICK, _QUICK) if quick else (_SMALL_SIZES, _LARGE_SIZES)
-    model, short = prepare(SMOLLM2), shortened(SMOLLM2, _SHORT_LAYERS)
+    model = prepare(SMOLLM2)
     config = {"quick": quick, "page": PAGE}
     report = Report("swap", config | {"small": asdict(small), "large": asdict(large)})
     complete = []
-    for name, of, sizes, served in (
-        ("small", _SMALL, small, model),
-        ("large", _LARGE, large, model),
-        ("short", _SHORT, small, short),
+    for name, of, sizes, layers in (
+        ("small", _SMALL, small, None),
+        ("large", _LARGE, large, None),
+        ("short", _SHORT, small, _SHORT_LAYERS),
     ):
         if chosen := [part for part in parts if part in of]:
+            served = model if layers is None else shortened(SMOLLM2, layers)
             bench = _Bench(report, served, sizes, out, name, quick=quick)
             for part in chosen:
                 getattr(bench, part)()
