@@ -37,10 +37,10 @@ def test_gaps_while_preempted_are_not_gaps_in_service() -> None:
 
 
 def test_link_is_as_slow_relative_to_an_iteration_as_in_the_paper() -> None:
-    config = Link(iteration=0.05, pages=20, page_bytes=1_000_000).config()
+    config = Link(0.05, 20, 1_000_000, layers=30).config()
     assert 20 * 60 / config["operations_per_second"] == pytest.approx(1.16 * 0.05)
     assert 20 * 1e6 / config["bytes_per_second"] == pytest.approx(0.15 * 0.05, rel=1e-3)
-    slower = Link(iteration=0.05, pages=20, page_bytes=1_000_000, times=3).config()
+    slower = Link(0.05, 20, 1_000_000, layers=30, times=3).config()
     for name, value in config.items():
         assert 3 * slower[name] == pytest.approx(value, rel=1e-3)
 
@@ -50,7 +50,7 @@ def test_every_system_can_be_configured() -> None:
 
     names = (STOCK, HICACHE, "recompute", BESIDE_TIER, PER_PAGE, OURS, OURS_AGAIN, *WITHOUT)
     policy = {"trace": "random", "quantum": 25}
-    made = systems(names, 2048, "1GiB", policy, Link(0.05, 20, 1_000_000))
+    made = systems(names, 2048, "1GiB", policy, Link(0.05, 20, 1_000_000, 30))
     assert [each.name for each in made] == list(names)
     for each in made[2:]:
         config = ExtConfig.model_validate(json.loads(each.arguments[-1]))
