@@ -148,6 +148,7 @@ def compared(column: Column, system: str, title: str, other: str) -> list[Column
 
 LINKED = Chunks().method
 CODE = {"blend-15", "lego-16", "query-5", "query-15", LINKED, "cake", "longest", "shortest"}
+_DOCUMENTS = "divergence, documents as they are"
 BATCHES = "restore-batches-arrivals-host"
 _FROM_HOST = "host memory, behind a slow link"
 PEER = "peer-context-resize-interference"
@@ -160,7 +161,7 @@ def _chunks(tokens: int) -> Column:
 
 
 def _divergence(title: str, key: str, as_: Form) -> Column:
-    return Column(title, key, as_, {"what": "divergence, documents as they are"})
+    return Column(title, key, as_, {"what": _DOCUMENTS})
 
 
 TABLES: dict[str, Table] = {
@@ -242,13 +243,17 @@ TABLES: dict[str, Table] = {
         ],
     ),
     "chunks-divergence": Table(
-        "chunks",
-        "documents as they are",
-        systems("blend-15", "lego-16", LINKED),
+        "chunks-documents",
+        "KL, nats",
+        systems("blend-15", "lego-16", "query-5", "query-15", LINKED),
         [
-            _divergence("KL, nats", "klt", form(3)),
+            _divergence("all", "klt", form(3)),
             _divergence("95 % interval from", "klt_low", form(3)),
             _divergence("to", "klt_high", form(3)),
+            *(
+                Column(name, "klt", form(3), {"what": f"{_DOCUMENTS}, {name.lower()}"})
+                for name in ("HotpotQA", "2WikiMultihopQA", "MuSiQue")
+            ),
             _divergence("computed", "cost", PERCENT),
         ],
     ),
@@ -371,6 +376,24 @@ TABLES: dict[str, Table] = {
             link._replace(title="tokens/s", key="tokens_per_s", form=form(0)),
             link._replace(title="between tokens, p99.9", key="tbt_p99.9_ms", form=MS),
             link._replace(title="recomputed", key="recomputed_share", form=PERCENT),
+        ],
+    ),
+    "swap-speeds": Table(
+        "swap-speeds",
+        "a copy takes, times that on the link above",
+        {
+            f"{times}" if times != "0" else "as on this machine": {"what": f"speeds {times}"}
+            for times in ("0", "0.03", "0.3", "1", "3", "10")
+        },
+        [
+            Column(f"{title}: {name}", key, shown, {"system": system})
+            for title, key, shown in (
+                ("TTFT, p95", "ttft_p95_s", S), ("tokens/s", "tokens_per_s", form(0)),
+            )
+            for name, system in (
+                ("recomputed", "recompute beside a tier"), ("page by page", "per page, waiting"),
+                ("this section", "ours"), ("the same again", "ours, again"),
+            )
         ],
     ),
     "peer": Table(
