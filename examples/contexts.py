@@ -28,17 +28,15 @@ client = OpenAI(base_url=url + "/v1", api_key="unused")
 
 
 def ask(parts: list[dict]) -> tuple[float, str, object]:
-    """Seconds until the first token, the answer, and what the extension did for it."""
+    """Seconds until the first token, the answer, and what the powers did for it."""
     messages = [{"role": "user", "content": [*parts, QUESTION]}]
     start = time.monotonic()
-    first = client.chat.completions.create(
-        model="default", messages=messages, max_tokens=1, extra_body={"return_meta_info": True}
-    )
+    first = client.chat.completions.create(model="default", messages=messages, max_tokens=1)
     seconds = time.monotonic() - start
     answer = client.chat.completions.create(
         model="default", messages=messages, temperature=0, max_tokens=32
     )
-    return seconds, answer.choices[0].message.content, first.choices[0].meta_info.get("ext")
+    return seconds, answer.choices[0].message.content, first.model_extra.get("sglext")
 
 
 texts = list(DOCUMENTS.values())

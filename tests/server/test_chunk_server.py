@@ -55,6 +55,9 @@ def create(server: Server, *chunks: object, **more: object) -> list[str]:
     return [context["id"] for context in answer.json()["contexts"]]
 
 
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
 def part(value: str) -> dict[str, str]:
     if value.startswith("ctx-"):
         return {"type": "ext_context", "id": value}
@@ -238,7 +241,8 @@ def test_chats_link_contexts_of_their_own_tenant(server: Server, texts: list[str
     first, again = (post(server, "/v1/chat/completions", **body) for _ in range(2))
     assert first.status_code == 200, first.text
     one, other = (answer.json()["choices"][0] for answer in (first, again))
-    (entry,) = one["meta_info"]["ext"]
+    (entry,) = first.json()["sglext"]["ext"]
+    assert one["meta_info"]["ext"] == [entry]
     assert entry["method"] == "lego-16"
     assert (entry["recomputed"], entry["missing"]) == (32, 0)
     assert entry["linked"] > 200
@@ -248,9 +252,16 @@ def test_chats_link_contexts_of_their_own_tenant(server: Server, texts: list[str
     other_tenant = post(server, "/v1/chat/completions", **{**body, "cache_salt": None})
     assert other_tenant.status_code == 404
     assert "does not exist" in other_tenant.text
+    assert (
+        "sglext" not in post(server, "/v1/chat/completions", **{**body, "messages": HELLO}).json()
+    )
     body |= {"return_meta_info": False, "stream": True}
     lines = post(server, "/v1/chat/completions", **body).text.splitlines()
-    said = [json.loads(line[6:])["choices"] for line in lines if line.startswith("data: {")]
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    said = [chunk["choices"] for chunk in chunks]
+    (last,) = [chunk for chunk in chunks if "sglext" in chunk]
+    assert last["sglext"]["ext"][0]["power"] == "chunks"
+    assert last["choices"][0]["finish_reason"] == "length"
     text = "".join(choices[0]["delta"].get("content") or "" for choices in said if choices)
     assert text == one["message"]["content"]
 

@@ -9,7 +9,7 @@ from sgl_ext.engine.core import hooks
 from sgl_ext.engine.core.activation import carried_by
 from sgl_ext.engine.core.power import Answer
 from sgl_ext.engine.core.sglang_types import GenerateReqInput, ServerArgs, TokenizerManager
-from sgl_ext.engine.front import errors
+from sgl_ext.engine.front import errors, openai_reports
 from sgl_ext.engine.front.fronts import add_front, fronts_of
 from sgl_ext.engine.workarounds import validation
 from sgl_ext.errors import ExtError
@@ -45,7 +45,8 @@ def _serve(
     for power in powers_of(config):
         if (front := power.serve(app, manager, scheduler_infos[0])) is not None:
             add_front(manager, front)
-    # The middleware that is added last is the outermost one, and sees what the powers' own raise.
+    app.add_middleware(openai_reports.OpenaiReports)
+    # The middleware that is added last is the outermost one, and sees what the others raise.
     on = config.sections()
     errors.install(
         app, {kind.name: kind.path for kind in ORDER if kind.path and kind.name not in on}
@@ -71,9 +72,12 @@ async def _generate(
         if watch is not None:
             watches.append(watch)
     validation.check_shape(manager, request)
+    # SGLang's gRPC bridge has no HTTP request and passes an object of its own.
+    http = args[0] if args else kw.get("request")
     async for answer in original(manager, request, *args, **kw):
         for watch in watches:
             watch(answer)
+        openai_reports.keep(http, answer)
         yield answer
 
 
