@@ -62,21 +62,22 @@ def watch(urls: Sequence[str], *, interval: float = 1.0, once: bool = False) -> 
 
     before, then = ask(), time.monotonic()
     if once:
-        Console().print(_tables(before, before, 1.0))
+        Console().print(tables(before, before, 1.0))
         return
-    with Live(_tables(before, before, 1.0), refresh_per_second=4) as live:
+    with Live(tables(before, before, 1.0), refresh_per_second=4) as live:
         while True:
             time.sleep(interval)
             try:
                 now, at = ask(), time.monotonic()
             except ExtError as error:  # the server may come back
-                live.update(Group(_tables(before, before, 1.0), escape(str(error))))
+                live.update(Group(tables(before, before, 1.0), escape(str(error))))
                 continue
-            live.update(_tables(now, before, at - then))
+            live.update(tables(now, before, at - then))
             before, then = now, at
 
 
-def _tables(now: list[State], before: list[State], seconds: float) -> Group:
+def tables(now: list[State], before: list[State], seconds: float) -> Group:
+    """Returns the tables of schedulers' states; rates are those since ``before``."""
     tables = []
     if any("tiers" in state for state in now):
         tiers, old = ([each.get("tiers", {}) for each in states] for states in (now, before))

@@ -1,9 +1,10 @@
-"""Client that has a running server store a context."""
+"""Client of the stored contexts of a running server."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import requests
 
@@ -15,45 +16,64 @@ _SILENCE_S = 3600.0
 """Longest time between two events, in seconds: the server's own deadline for a context."""
 
 
-def store(
-    url: str,
-    context: str | Sequence[int],
-    *,
-    api_key: str | None = None,
-    cache_salt: str | None = None,
-    base: str | None = None,
-    tell: Callable[[str], None] = lambda _progress: None,
-) -> dict[str, Any]:
-    """Has the server at ``url`` store a context, and returns its description.
+class StoredContexts:
+    """Client of the contexts that the server at ``url`` stores on devices, section ``clusters``.
 
     Args:
-        context: its text, or its token ids.
-        api_key: API key of the server, if it has one.
-        cache_salt: salt of the tenant.
-        base: id of the stored context that this one continues, if any.
-        tell: called with the progress: ``waiting``, ``computing 4096/65536`` (tokens),
-            ``layer 3/30``.
+        api_key: API key of the server, if it has one; its admin API key if it has that.
+        cache_salt: Salt of the tenant. Requests that follow its contexts must send the same one.
 
-    Raises:
-        ExtError: the server does not answer, or it cannot store the context.
+    Every method raises ExtError if the server does not answer or refuses, with its reason;
+    :class:`~sgl_ext.chunks.contexts.UnknownContextError` for a context that it does not have.
     """
-    route = f"{url.rstrip('/')}/ext/clusters"
-    body: dict[str, Any] = {"stream": True}
-    if isinstance(context, str):
-        body["text"] = context
-    else:
-        body["input_ids"] = [*context]
-    if cache_salt is not None:
-        body["cache_salt"] = cache_salt
-    if base is not None:
-        body["base"] = base
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    try:
-        with requests.post(
-            route, json=body, headers=headers, stream=True, timeout=(_CONNECT_S, _SILENCE_S)
-        ) as answer:
-            if not answer.ok:
-                raise refusal(route, answer, "clusters")
+
+    def __init__(self, url: str, api_key: str | None = None, cache_salt: str | None = None) -> None:
+        self._route = f"{url.rstrip('/')}/ext/clusters"
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._salt = {} if cache_salt is None else {"cache_salt": cache_salt}
+
+    def store(
+        self,
+        context: str | Sequence[int],
+        *,
+        base: str | None = None,
+        tell: Callable[[str], None] = lambda _progress: None,
+    ) -> dict[str, Any]:
+        """Has the server store a context, and returns its description.
+
+        Args:
+            context: its text, or its token ids.
+            base: id of the stored context that this one continues, if any.
+            tell: called with the progress: ``waiting``, ``computing 4096/65536`` (tokens),
+                ``layer 3/30``.
+        """
+        body: dict[str, Any] = {"stream": True, **self._salt}
+        if isinstance(context, str):
+            body["text"] = context
+        else:
+            body["input_ids"] = [*context]
+        if base is not None:
+            body["base"] = base
+        with self._ask("POST", "", json=body, stream=True) as answer:
             return result_of(answer, tell)
-    except requests.RequestException as error:
-        raise ExtError(f"no answer from {route}: {error}; is a server running there?") from None
+
+    def list(self) -> dict[str, Any]:
+        """Returns the answer of ``GET /ext/clusters/list``."""
+        found: dict[str, Any] = self._ask("GET", "/list", params=self._salt).json()
+        return found
+
+    def delete(self, id_: str) -> None:
+        """Deletes a context; requests that follow it run to their end."""
+        self._ask("DELETE", f"/{quote(id_, safe='')}", params=self._salt)
+
+    def _ask(self, verb: str, path: str, **content: Any) -> requests.Response:
+        url = self._route + path
+        try:
+            answer = requests.request(
+                verb, url, headers=self._headers, timeout=(_CONNECT_S, _SILENCE_S), **content
+            )
+        except requests.RequestException as error:
+            raise ExtError(f"no answer from {url}: {error}; is a server running there?") from None
+        if not answer.ok:
+            raise refusal(url, answer, "clusters")
+        return answer

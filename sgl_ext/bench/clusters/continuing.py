@@ -16,7 +16,7 @@ from sgl_ext.bench.clusters.answers import dense, diverged, divergences
 from sgl_ext.bench.clusters.samples import Sample
 from sgl_ext.bench.harness.partial import Partial
 from sgl_ext.bench.harness.report import Report, summary
-from sgl_ext.clusters.client import store
+from sgl_ext.clusters.client import StoredContexts
 
 _TURN = 256
 _SHARES = (0.1, 1.0)
@@ -61,13 +61,13 @@ def _of_sample(url: str, sample: Sample) -> dict[str, object]:
     right = dense(url, sample)
     tokens, half = sample.context, len(sample.context) // 2
     began = time.perf_counter()
-    whole = str(store(url, tokens)["id"])
+    whole = str(StoredContexts(url).store(tokens)["id"])
     seconds = time.perf_counter() - began
-    grown = str(store(url, tokens[:half])["id"])
+    grown = str(StoredContexts(url).store(tokens[:half])["id"])
     turns = []
     for start in range(half, len(tokens), _TURN):
         began = time.perf_counter()
-        grown = str(store(url, tokens[start : start + _TURN], base=grown)["id"])
+        grown = str(StoredContexts(url).store(tokens[start : start + _TURN], base=grown)["id"])
         turns.append(time.perf_counter() - began)
     return {
         "whole": seconds,

@@ -15,7 +15,7 @@ from sgl_ext.bench.clusters.samples import Sample
 from sgl_ext.bench.harness.partial import Partial
 from sgl_ext.bench.harness.report import Report
 from sgl_ext.chunks.divergence import Distribution
-from sgl_ext.clusters.client import store
+from sgl_ext.clusters.client import StoredContexts
 
 _SHARES = (0.1, 1.0)
 _PARTS = (1, 2, 4)
@@ -46,7 +46,7 @@ def _of_sample(url: str, sample: Sample) -> dict[str, object]:
     for count in _PARTS:
         size = -(-len(sample.context) // count)
         parts = [sample.context[at : at + size] for at in range(0, len(sample.context), size)]
-        ids = [str(store(url, [*part])["id"]) for part in parts]
+        ids = [str(StoredContexts(url).store([*part])["id"]) for part in parts]
         found[f"{count}"] = _diverged(url, sample, ids, right)
     found[LAST] = _diverged(url, sample, ids[-1:], right)
     return found

@@ -18,7 +18,7 @@ import requests
 from sgl_ext.bench.clusters.answers import follow
 from sgl_ext.bench.clusters.samples import Sample, stored_system
 from sgl_ext.bench.harness.report import Report, summary
-from sgl_ext.clusters.client import store
+from sgl_ext.clusters.client import StoredContexts
 from sgl_ext.errors import ExtError
 from sgl_ext.serving import server
 
@@ -113,7 +113,7 @@ def _store(url: str, tokens: Sequence[int], measured: _Measured) -> str:
         at[said] = time.perf_counter()
 
     began = time.perf_counter()
-    found = store(url, tokens, tell=tell)
+    found = StoredContexts(url).store(tokens, tell=tell)
     measured.stored.append(time.perf_counter() - began)
     parts = {said: when for said, when in at.items() if said.startswith("computing ")}
     ends = {int(said.split()[1].partition("/")[0]): when for said, when in parts.items()}

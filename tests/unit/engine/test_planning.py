@@ -20,7 +20,7 @@ from sgl_ext.planning.costs import COMPUTE, DECODE, HOST
 from sgl_ext.planning.load_cost import LoadCost
 from sgl_ext.planning.plan import Compute, Load, PrefillPlan, Span
 from sgl_ext.planning.profile import PROFILES, Profile, save
-from sgl_ext.top import _tables
+from sgl_ext.top import tables
 
 LAYOUT = Layout(16, 2, 1, 8, "float32", "a model")
 
@@ -153,7 +153,7 @@ def test_decisions_and_errors_are_shown(ext: runtime.ExtRuntime, metrics: Planni
     from rich.console import Console
 
     console = Console(width=200, record=True, file=StringIO())
-    console.print(_tables([{"planning": found}], [{}], 1.0))
+    console.print(tables([{"planning": found}], [{}], 1.0))
     rows = [line.split() for line in console.export_text().splitlines()]
     assert ["0", "ssd", "50%"] in rows
     (row,) = (row for row in rows if "wait_for_tier" in row)

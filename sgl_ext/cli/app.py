@@ -1,0 +1,120 @@
+"""The application of the command line, and the options that its commands share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, NoReturn, Optional, Protocol
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from sgl_ext import SUPPORTED_SGLANG, __version__
+from sgl_ext.config import ExtConfig, load
+from sgl_ext.config.source import ConfigError
+from sgl_ext.errors import ExtError
+
+DEFAULT_URL = "http://127.0.0.1:30000"
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Tools for sgl_ext. The server itself is started with SGLang's own command.",
+)
+
+ConfigOption = Annotated[
+    Optional[str],  # noqa: UP045  (typer reads it)
+    typer.Option(
+        "--config",
+        "--ext-config",
+        metavar="FILE|JSON",
+        help="Configuration, in the format of the server's --ext-config.",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+UrlOption = Annotated[str, typer.Option(help="URL of the server.")]
+KeyOption = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="API key of the server, if it has one.", envvar="SGLEXT_API_KEY"),
+]
+AdminKeyOption = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="Admin API key of the server, if it has one.", envvar="SGLEXT_ADMIN_API_KEY"),
+]
+SaltOption = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="Salt of the tenant that the contexts belong to."),
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"sgl_ext {__version__} for SGLang {SUPPORTED_SGLANG}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True,
+            help="Print the versions of sgl_ext and of the SGLang release that it supports.",
+        ),
+    ] = False,
+) -> None:  # fmt: skip
+    """Accepts the options that stand before a command."""
+
+
+@contextmanager
+def failing(*errors: type[Exception]) -> Iterator[None]:
+    """Ends the program with status 1 and the message of an ExtError or one of ``errors``."""
+    caught: tuple[type[Exception], ...] = (ExtError, *errors)
+    try:
+        yield
+    except caught as error:
+        fail(str(error))
+
+
+def fail(message: str, code: int = 1) -> NoReturn:
+    """Prints an error and ends the program."""
+    typer.echo(f"sgl_ext: {message}", err=True)
+    raise typer.Exit(code)
+
+
+def configuration(source: str | None) -> ExtConfig:
+    """Returns the configuration of ``--config``; an invalid one ends the program with status 2."""
+    try:
+        return load(source)
+    except ConfigError as error:
+        fail(str(error), 2)
+
+
+def print_json(value: Any) -> None:
+    """Prints a value as the output of ``--json``."""
+    print(json.dumps(value, indent=1))
+
+
+class Tell(Protocol):
+    """Function that sets the text, the count and the total of a progress bar."""
+
+    def __call__(self, text: str, done: int | None = None, of: int | None = None, /) -> None: ...
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Tell]:
+    """Shows a bar on a terminal's standard error; yields a function that sets what it shows."""
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"),
+        TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True,
+        disable=not console.is_terminal,
+    ) as shown:  # fmt: skip
+        bar = shown.add_task(what, total=None, count="")
+
+        def tell(text: str, done: int | None = None, of: int | None = None, /) -> None:
+            count = "" if of is None else f"{done:,} of {of:,}"
+            shown.update(bar, description=text, completed=done, total=of, count=count)
+
+        yield tell

@@ -1,0 +1,130 @@
+"""Commands for running servers: verify, top, bench."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Optional
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from sgl_ext.cli.app import (
+    DEFAULT_URL,
+    AdminKeyOption,
+    JsonOption,
+    KeyOption,
+    app,
+    failing,
+    print_json,
+    progress,
+)
+from sgl_ext.verify.steps import Line, Verification
+from sgl_ext.verify.target import Target
+
+_COLOURS = {"same": "green", "note": "yellow", "differs": "red"}
+
+
+@app.command()
+def verify(
+    url: Annotated[
+        str, typer.Argument(help="URL of the server, which must be idle.")
+    ] = DEFAULT_URL,
+    against: Annotated[
+        Optional[str],  # noqa: UP045  (typer reads it)
+        typer.Option(
+            help="URL of a server of the same model whose answers count as right, such as stock "
+            "SGLang's."
+        ),
+    ] = None,
+    passages: Annotated[int, typer.Option(min=1, max=64, help="Number of texts.")] = 4,
+    length: Annotated[int, typer.Option(min=64, help="Tokens of a text, at most.")] = 1024,
+    flush: Annotated[
+        bool,
+        typer.Option(
+            help="Whether to flush the server's caches and to fill its device pool; without, lower "
+            "tiers are not verified."
+        ),
+    ] = True,
+    api_key: KeyOption = None,
+    admin_api_key: AdminKeyOption = None,
+    against_api_key: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="API key of the other server, if it has one."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Checks that answers do not depend on where KV comes from; exits with 1 if one does.
+
+    A few texts are sent when no cache has them, and again with their KV from the device pool, from
+    lower tiers, and all at once. Answers may differ by what rounding explains, in nats: differences
+    of log-probabilities. A note says what was not verified.
+
+    It takes a minute or so. The caches in device and host memory are emptied, and the texts may be
+    written to SSDs and the store.
+    """
+    other = None if against is None else Target(against, against_api_key)
+    lines: list[Line] = []
+    with failing(), progress("asking the server") as tell:
+        verification = Verification(
+            Target(url, api_key, admin_api_key), passages=passages, length=length, against=other,
+            flush=flush,
+        )  # fmt: skip
+        lines.extend(verification.run(tell))
+    same = all(line.verdict != "differs" for line in lines)
+    if as_json:
+        print_json({"same": same, "lines": [asdict(line) for line in lines]})
+    else:
+        _print(lines)
+        print("No wrong answer was found." if same else "The verification failed.")
+    if not same:
+        raise typer.Exit(1)
+
+
+@app.command()
+def top(
+    urls: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(help="URLs of the servers; http://127.0.0.1:30000 if none is given."),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and exit.")] = False,
+) -> None:
+    """Shows the tiers of running servers, and the memory that their engines lend each other."""
+    from sgl_ext.top import watch
+
+    with failing():
+        try:
+            watch([url.rstrip("/") for url in urls or [DEFAULT_URL]], once=once)
+        except KeyboardInterrupt:
+            raise typer.Exit from None
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(context: typer.Context) -> None:
+    """Runs a benchmark, like python -m sgl_ext.bench: NAME [--quick] [--out DIR]."""
+    from sgl_ext.bench.__main__ import main as run
+
+    run(context.args)
+
+
+def _print(lines: list[Line]) -> None:
+    cold = next((line.seconds for line in lines if line.step == "cold"), None)
+    table = Table("step", "", "first token", "KV from", "found", box=None, pad_edge=False)
+    for line in lines:
+        first = ""
+        if line.seconds is not None:
+            first = f"{1e3 * line.seconds:,.0f} ms"
+            if cold and line.step in _FASTER:
+                first += f" ({cold / line.seconds:.1f} times as fast)"
+        tokens = sum(line.sources.values())
+        sources = ", ".join(
+            f"{name} {count / tokens:.0%}" for name, count in line.sources.items() if count
+        )
+        verdict = f"[{_COLOURS[line.verdict]}]{line.verdict}[/]"
+        table.add_row(line.step, verdict, first, sources, escape(line.found))
+    Console().print(table)
+
+
+_FASTER = ("warm", "evicted", "flushed")
+"""Steps whose time to the first token is compared with the cold one."""

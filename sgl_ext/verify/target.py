@@ -1,0 +1,243 @@
+"""Server that is verified: its requests, its state, and what empties its caches."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import requests
+
+from sgl_ext.client import refusal
+from sgl_ext.errors import ExtError
+from sgl_ext.verify.compare import Reply
+
+_DEADLINE_S = 600.0
+_LIKELIEST = 4
+
+
+class Target:
+    """Running server at ``url``. Threads may share an instance.
+
+    Args:
+        api_key: API key of the server, if it has one.
+        admin_api_key: Admin API key of the server, which flushing requires if it has one.
+
+    Every method raises ExtError if the server does not answer or refuses a request.
+    """
+
+    def __init__(
+        self, url: str, api_key: str | None = None, admin_api_key: str | None = None
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._key = api_key
+        self._admin_key = admin_api_key or api_key
+
+    def info(self) -> dict[str, Any]:
+        """Returns the server's ``/server_info``."""
+        found = self._json("GET", "/server_info")
+        if "internal_states" not in found:
+            raise ExtError(f"{self.url} is not an SGLang server: its /server_info has no state")
+        return found
+
+    def tokens(self, text: str, *, first: bool = False) -> list[int]:
+        """Returns the token ids of a text.
+
+        Args:
+            first: True if the text begins a prompt, whose special tokens it then has.
+        """
+        body = {"model": "default", "prompt": text, "add_special_tokens": first}
+        found: list[int] = self._json("POST", "/tokenize", body)["tokens"]
+        return found
+
+    def answer(
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, str]],
+        tokens: int,
+        *,
+        likeliest: bool = False,
+        stop: bool = False,
+        custom: Mapping[str, Any] | None = None,
+        salt: str | None = None,
+    ) -> Reply:
+        """Returns the greedy answer to a prompt.
+
+        Args:
+            prompt: token ids, or a text or its parts.
+            tokens: tokens of the answer.
+            likeliest: True to ask for log-probabilities of the likeliest tokens.
+            stop: True if the answer may end before ``tokens``.
+            custom: custom parameters of the request.
+            salt: salt of the tenant that the prompt's KV belongs to.
+        """
+        parameters: dict[str, Any] = {
+            "temperature": 0,
+            "max_new_tokens": tokens,
+            "ignore_eos": not stop,
+        }
+        if custom is not None:
+            parameters["custom_params"] = custom
+        ids = not isinstance(prompt, str) and all(isinstance(each, int) for each in prompt)
+        body: dict[str, Any] = {
+            "input_ids" if ids else "text": prompt, "sampling_params": parameters, "stream": True,
+        }  # fmt: skip
+        if likeliest:
+            body |= {"return_logprob": True, "top_logprobs_num": _LIKELIEST}
+        if salt is not None:
+            body["cache_salt"] = salt
+        events, seconds = self._events(body)
+        last = events[-1]
+        meta = last["meta_info"]
+        reason = meta["finish_reason"] or {}
+        if reason.get("type") not in ("length", "stop"):
+            raise ExtError(
+                f"{self.url} has not answered: {reason.get('message', 'no reason given')}"
+            )
+        return Reply(
+            text="".join(each["text"] for each in events) if _parts(events) else last["text"],
+            tokens=tuple(_joined(events, "output_ids", events)),
+            likeliest=tuple(
+                {token: logprob for logprob, token, *_ in each}
+                for each in _joined(events, "output_top_logprobs", [e["meta_info"] for e in events])
+            )
+            if likeliest
+            else (),
+            prompt=meta["prompt_tokens"],
+            sources=_sources(events),
+            powers=frozenset(each["power"] for each in _entries(events)),
+            seconds=seconds,
+        )
+
+    def logprobs(
+        self, prompt: Sequence[int], begin: int, *, salt: str | None = None
+    ) -> list[float]:
+        """Returns the log-probabilities of a prompt's tokens behind ``begin``.
+
+        These tokens are computed; KV of those before may come from a cache.
+
+        Args:
+            salt: salt of the tenant that the prompt's KV belongs to.
+        """
+        body: dict[str, Any] = {
+            "input_ids": [*prompt], "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+            "return_logprob": True, "logprob_start_len": begin,
+        }  # fmt: skip
+        if salt is not None:
+            body["cache_salt"] = salt
+        found = self._json("POST", "/generate", body)["meta_info"]["input_token_logprobs"]
+        # The first one is that of a token whose logits were not computed. JSON has no NaN.
+        found = [math.nan if each[0] is None else float(each[0]) for each in found[1:]]
+        if len(found) != (wanted := len(prompt) - begin - 1):
+            raise ExtError(
+                f"{self.url} returned {len(found)} log-probabilities of a prompt, not {wanted}"
+            )
+        return found
+
+    def settle(self) -> None:
+        """Waits until the tiers have stored all pages that they were given."""
+        give_up, quiet = time.monotonic() + _DEADLINE_S, 0
+        while quiet < 3:
+            states = [each.get("sgl_ext", {}) for each in self.info()["internal_states"]]
+            tiers = [tier for each in states for tier in each.get("tiers", {}).values()]
+            quiet = 0 if any(tier["queue_depth"] for tier in tiers) else quiet + 1
+            if time.monotonic() > give_up:
+                raise ExtError(f"the tiers of {self.url} still store pages after {_DEADLINE_S:g} s")
+            time.sleep(0.1)
+
+    def flush(self) -> None:
+        """Empties the caches in device and host memory; fails while the server has requests."""
+        # The scheduler may not yet have ended a request that was answered.
+        self._ask("POST", "/flush_cache?timeout=30", admin=True)
+
+    def fidelity(self) -> dict[str, Any]:
+        """Returns the divergence of linked chunks that the server has measured at its start."""
+        return self._json("GET", "/ext/chunks/fidelity")
+
+    def _events(self, body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], float]:
+        """Returns the events of a streamed answer, and the seconds until the first."""
+        began, first, events = time.monotonic(), 0.0, []
+        with self._ask("POST", "/generate", body, stream=True) as answer:
+            try:
+                for line in answer.iter_lines():
+                    if line.startswith(b"data: {"):
+                        first = first or time.monotonic()
+                        events.append(json.loads(line.removeprefix(b"data: ")))
+            except (requests.RequestException, ValueError) as error:
+                raise ExtError(f"the answer of {self.url}/generate was cut off: {error}") from None
+        if not events or "meta_info" not in events[-1]:
+            said = events[-1] if events else "no data"
+            raise ExtError(f"{self.url}/generate ended without an answer: {said}")
+        return events, first - began
+
+    def _json(self, verb: str, path: str, body: object = None) -> dict[str, Any]:
+        answer = self._ask(verb, path, body)
+        try:
+            found = answer.json()
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise ExtError(f"{self.url}{path} returned no JSON object; check the URL of the server")
+        return found
+
+    def _ask(
+        self,
+        verb: str,
+        path: str,
+        body: object = None,
+        *,
+        admin: bool = False,
+        stream: bool = False,
+    ) -> requests.Response:
+        url, key = f"{self.url}{path}", self._admin_key if admin else self._key
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        try:
+            answer = requests.request(
+                verb, url, json=body, headers=headers, timeout=_DEADLINE_S, stream=stream
+            )
+        except requests.RequestException as error:
+            raise ExtError(f"no answer from {url}: {error}; is a server running there?") from None
+        if answer.status_code == 404 and not path.startswith("/ext"):
+            raise ExtError(f"{url} was not found; is an SGLang server running there?")
+        if not answer.ok:
+            raise refusal(url, answer, "chunks")
+        return answer
+
+
+def _parts(events: Sequence[Mapping[str, Any]]) -> bool:
+    """Returns whether each event has what is new only (``--incremental-streaming-output``)."""
+    told = sum(len(each["output_ids"]) for each in events)
+    return told == int(events[-1]["meta_info"]["completion_tokens"])
+
+
+def _joined(
+    events: Sequence[Mapping[str, Any]], key: str, holders: Sequence[Mapping[str, Any]]
+) -> list[Any]:
+    """Returns the list ``key`` of a streamed answer, whether its events repeat or continue it."""
+    if not _parts(events):
+        return [*holders[-1][key]]
+    return [each for holder in holders for each in holder.get(key) or ()]
+
+
+def _entries(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns what the powers report of a request."""
+    found = [each["meta_info"].get("ext") or [] for each in events]
+    return [entry for each in found for entry in each] if _parts(events) else found[-1]
+
+
+def _sources(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Returns the tokens of a prompt by the source of their KV, of those that were not computed."""
+    found: dict[str, int] = {}
+    for entry in _entries(events):
+        match entry:
+            case {"power": "tiers", "sources": sources}:
+                loaded = {name: each["tokens"] for name, each in sources.items()}
+            case {"power": "restore", "loaded": loaded}:
+                pass
+            case _:
+                continue
+        for name, tokens in loaded.items():
+            found[name] = max(found.get(name, 0), tokens)
+    device = events[-1]["meta_info"]["cached_tokens"] - sum(found.values())
+    return {name: tokens for name, tokens in {"device": device, **found}.items() if tokens > 0}

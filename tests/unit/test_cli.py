@@ -1,0 +1,160 @@
+"""Command line ``sgl-ext``: starters, and contexts, stored contexts and caches of a server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from sgl_ext import SUPPORTED_SGLANG
+from sgl_ext.cli import app
+from sgl_ext.cli.starters import STARTERS, starter
+from sgl_ext.config import load
+from sgl_ext.errors import ExtError
+
+CONTEXT = {"id": "ctx-1", "tokens": 700, "bytes": 1 << 20, "method": "lego-16", "expires_in": None}
+STORED = {"id": "stx-1", "tokens": 701, "bytes": 1 << 21, "index_bytes": 7, "model": "m"}
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, [*arguments])
+
+
+@pytest.mark.parametrize("use", STARTERS)
+def test_starters_are_valid_configurations(use: str, tmp_path: Path) -> None:
+    file = tmp_path / "ext.yaml"
+    result = run("init", use, "--out", str(file))
+    assert result.exit_code == 0, result.stderr
+    config = load(file)
+    assert config.sections()
+    assert run("init", use, "--out", str(file)).exit_code == 1  # it exists
+    assert config.tiers is None or config.tiers.ssd is None
+
+
+@pytest.mark.parametrize("name", ["plain", "a, b: [c] #{d} 'e\""])
+def test_starters_name_the_directories_on_ssds(name: str, tmp_path: Path) -> None:
+    folders = [tmp_path / name, tmp_path / "second"]
+    for each in folders:
+        each.mkdir()
+    for use in ("chat", "rag", "agents"):
+        file = tmp_path / f"{use}.yaml"
+        file.write_text(starter(use, folders))
+        config = load(file)
+        assert config.tiers is not None and config.tiers.ssd is not None
+        assert [*config.tiers.ssd.directories] == folders
+        assert (config.restore is not None) == (use != "rag")
+
+
+def test_starters_refuse_directories_that_they_cannot_use(tmp_path: Path) -> None:
+    with pytest.raises(ExtError, match="is not a directory"):
+        starter("chat", [tmp_path / "missing"])
+    with pytest.raises(ExtError, match="given twice"):
+        starter("chat", [tmp_path, tmp_path])
+    with pytest.raises(ExtError, match="stores no KV on SSDs"):
+        starter("overload", [tmp_path])
+    assert run("init", "chat", "--directory", str(tmp_path / "missing")).exit_code == 1
+    assert "none of chat, rag" in run("init", "other").stderr
+
+
+def test_version_is_an_option() -> None:
+    assert SUPPORTED_SGLANG in run("--version").stdout
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers as the routes of contexts do, and notes what was asked."""
+
+    asked: list[tuple[str, str, Any]] = []  # noqa: RUF012
+
+    def do_POST(self) -> None:
+        size = int(self.headers.get("content-length") or 0)
+        body = json.loads(self.rfile.read(size)) if size else None
+        self.asked.append(("POST", self.path, body))
+        made: dict[str, Any] = {"contexts": [CONTEXT]} if "chunks" in self.path else STORED
+        events = ({"progress": "1/2" if "chunks" in self.path else "layer 1/2"}, made)
+        self._send("text/event-stream", "".join(f"data: {json.dumps(e)}\n\n" for e in events))
+
+    def do_GET(self) -> None:
+        self.asked.append(("GET", self.path, None))
+        stored = {"contexts": [STORED], "unreadable": {"stx-2": "a file is missing"}, "damaged": 1}
+        found = {"contexts": [CONTEXT]} if "chunks" in self.path else stored
+        self._send("application/json", json.dumps({**found, "storing": {"stx-3": "layer 3/30"}}))
+
+    def do_DELETE(self) -> None:
+        self.asked.append(("DELETE", self.path, None))
+        self._send("application/json", json.dumps({"deleted": "it"}))
+
+    def log_message(self, *_: Any) -> None:
+        """Logs nothing."""
+
+    def _send(self, kind: str, text: str) -> None:
+        self.send_response(200)
+        self.send_header("content-type", kind)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    Handler.asked.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_contexts_are_created_listed_and_deleted(url: str, tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_text("a text")
+    made = run("contexts", "create", str(file), "--url", url, "--split", "512", "--ttl", "60")
+    assert made.exit_code == 0, made.stderr
+    assert "ctx-1" in made.stdout and "never" in made.stdout
+    (_, _, body) = Handler.asked[0]
+    assert body == {
+        "chunks": ["a text"], "ttl": 60.0, "split": {"by": "paragraph", "tokens": 512},
+        "stream": True,
+    }  # fmt: skip
+    listed = run("contexts", "list", "--url", url, "--cache-salt", "s", "--json")
+    assert json.loads(listed.stdout) == {"contexts": [CONTEXT]}
+    assert run("contexts", "delete", "ctx-1", "--url", url).stdout == "deleted ctx-1\n"
+    assert [path for _, path, _ in Handler.asked[1:]] == [
+        "/ext/chunks/list?cache_salt=s", "/ext/chunks/ctx-1",
+    ]  # fmt: skip
+
+
+def test_stored_contexts_are_stored_listed_and_deleted(url: str, tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_text("a text")
+    assert run("store", str(file), "--url", url).stdout == "stx-1\n"
+    assert json.loads(run("store", str(file), "--url", url, "--json").stdout)["tokens"] == 701
+    listed = run("stored", "list", "--url", url)
+    for word in ("stx-1", "2.0", "stx-2", "a file is missing", "stx-3", "layer 3/30"):
+        assert word in listed.stdout
+    assert "1 indexes cannot be read" in listed.stderr
+    assert run("stored", "delete", "a/b", "--url", url).stdout == "deleted a/b\n"
+    assert Handler.asked[-1][:2] == ("DELETE", "/ext/clusters/a%2Fb")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("contexts", "list"), ("stored", "list"), ("cache", "clear"), ("cache", "stat"),
+        ("store", __file__), ("contexts", "create", __file__), ("cache", "warm", __file__),
+        ("top",), ("verify",),
+    ],
+)  # fmt: skip
+def test_a_server_that_does_not_answer_is_named(arguments: tuple[str, ...]) -> None:
+    nobody = "http://127.0.0.1:9"
+    option = () if arguments[0] in ("verify", "top") else ("--url",)
+    result = run(*arguments, *option, nobody)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("sgl_ext: ")
+    assert nobody in result.stderr
