@@ -1,9 +1,18 @@
 """Command line ``sgl-ext``: one module per group of commands."""
 
-from sgl_ext.cli import caches, configuration, contexts, servers, stored
+from sgl_ext.cli import caches, configuration, contexts, demonstrations, servers, stored
 from sgl_ext.cli.app import app
 
-__all__ = ["app", "caches", "configuration", "contexts", "main", "servers", "stored"]
+__all__ = [
+    "app",
+    "caches",
+    "configuration",
+    "contexts",
+    "demonstrations",
+    "main",
+    "servers",
+    "stored",
+]
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,10 +37,10 @@ class Reply(NamedTuple):
     prompt: int
     """Tokens of the prompt."""
     sources: Mapping[str, int]
-    """Tokens of the prompt by the source of their KV, such as ``device`` or ``ssd``; the rest was
-    computed."""
-    powers: frozenset[str]
-    """Powers that report what they did for the request."""
+    """Tokens of the prompt by the source of their KV, such as ``device``, ``ssd`` or ``linked``;
+    the rest was computed."""
+    entries: tuple[Mapping[str, Any], ...]
+    """What the powers report of the request, as in ``meta_info.ext``."""
     seconds: float
     """Time to the first token, in seconds."""
 

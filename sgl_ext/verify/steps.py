@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import cycle, islice
 from statistics import median
 from typing import Any, Literal
 
@@ -27,6 +25,7 @@ from sgl_ext.verify.compare import (
     diverges_at,
 )
 from sgl_ext.verify.target import Target
+from sgl_ext.verify.texts import Texts
 
 Verdict = Literal["same", "differs", "note"]
 _SECTIONS = {"tiers", "chunks", "restore", "swap", "peer", "clusters"}
@@ -34,7 +33,6 @@ _QUESTION = "\n\nIn short, the text above says that"
 _ANSWER = 24
 _LARGEST_POOL = 200_000
 """Tokens of the largest device pool that is filled to evict what was verified."""
-_FILLER = 4096
 _SHARED = 0.05
 """Largest share of a new prompt that may come from a cache, such as a first page that all have."""
 
@@ -94,6 +92,7 @@ class Verification:
                 f"{passages} passages do not fit a pool of {self._pool} tokens and prompts of "
                 f"{self._longest}; ask for fewer --passages, or raise --max-total-tokens"
             )
+        self._texts = Texts(target)
         self._seen: Counter[str] = Counter()
         self._powers: set[str] = set()
 
@@ -116,7 +115,7 @@ class Verification:
         if self._flush and self._pool <= _LARGEST_POOL:
             tell("filling the device pool")
             self._target.settle()
-            self._fill()
+            self._texts.fill_pool(self._info)
             yield self._again("evicted", passages)
         elif self._flush:
             yield Line(
@@ -144,7 +143,7 @@ class Verification:
     def _cold(self) -> tuple[list[_Passage], Line]:
         question = self._target.tokens(_QUESTION)
         passages = []
-        for ids in self._texts(self._count, self._length):
+        for ids in self._texts.draw(self._count, self._length):
             prompt = [*ids, *question]
             reply = self._target.answer(prompt, _ANSWER, likeliest=True)
             # Another tenant's KV is not read: the reference is computed as a whole.
@@ -201,7 +200,7 @@ class Verification:
         sources, mine = _sources(replies), of is self._target
         if mine:
             self._seen.update(sources)
-            self._powers.update(*(each.powers for each in replies))
+            self._powers |= {entry["power"] for each in replies for entry in each.entries}
         worst, wrong = Difference(0.0, 0, 0.0), []
         for number, (each, reply) in enumerate(zip(passages, replies, strict=True)):
             found = self._repeated(of, each.ids) if logprobs is None else logprobs[number]
@@ -227,27 +226,6 @@ class Verification:
 
     def _repeated(self, target: Target, ids: Sequence[int], salt: str | None = None) -> list[float]:
         return target.logprobs([*ids, *ids[1:]], len(ids), salt=salt)
-
-    def _fill(self) -> None:
-        length = min(_FILLER, self._pool // 2, self._longest - 2)
-        for ids in self._texts(-(-self._pool // length) + 1, length):
-            self._target.answer(ids, 1)
-
-    @cached_property
-    def _reference(self) -> list[int]:
-        """Token ids of English text that every Python has: the reference of its language."""
-        from pydoc_data.topics import topics
-
-        whole = "\n\n".join(topics[name] for name in sorted(topics) if len(topics[name]) > 2000)
-        return self._target.tokens(whole)
-
-    def _texts(self, number: int, length: int) -> Iterator[list[int]]:
-        """Yields token ids of texts that no prompt before them has begun with."""
-        text = self._reference
-        for _ in range(number):
-            begin = self._target.tokens(f"{secrets.token_hex(8)}\n\n", first=True)
-            first = secrets.randbelow(len(text))
-            yield [*begin, *islice(cycle(text), first, first + length)][:length]
 
     def _not_told(self) -> Iterator[Line]:
         """Yields what this verification cannot tell."""

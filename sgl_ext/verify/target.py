@@ -106,7 +106,7 @@ class Target:
             else (),
             prompt=meta["prompt_tokens"],
             sources=_sources(events),
-            powers=frozenset(each["power"] for each in _entries(events)),
+            entries=tuple(_entries(events)),
             seconds=seconds,
         )
 
@@ -240,4 +240,6 @@ def _sources(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
         for name, tokens in loaded.items():
             found[name] = max(found.get(name, 0), tokens)
     device = events[-1]["meta_info"]["cached_tokens"] - sum(found.values())
-    return {name: tokens for name, tokens in {"device": device, **found}.items() if tokens > 0}
+    linked = sum(each["linked"] for each in _entries(events) if each["power"] == "chunks")
+    found = {"device": device, **found, "linked": linked}
+    return {name: tokens for name, tokens in found.items() if tokens > 0}

@@ -10,7 +10,7 @@ from sgl_ext.verify.compare import WINDOW, Reply, bounds, difference, diverges_a
 
 
 def reply(*tokens: int, likeliest: tuple[Mapping[int, float], ...] = ()) -> Reply:
-    return Reply("", tokens, likeliest, 8, {}, frozenset(), 0.1)
+    return Reply("", tokens, likeliest, 8, {}, (), 0.1)
 
 
 def test_the_difference_of_a_page_is_found_where_it_is() -> None:

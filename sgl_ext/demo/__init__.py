@@ -1,0 +1,1 @@
+"""Demonstrations: a power's effect on a small model on this machine, before and after."""

@@ -1,0 +1,79 @@
+"""What a demonstration shows side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import orjson
+
+from sgl_ext.models import SMOLLM2, prepare
+from sgl_ext.serving import server
+from sgl_ext.verify.compare import Reply
+from sgl_ext.verify.target import Target
+
+QUESTION = "\n\nQuestion: Where does the fox live?\nAnswer:"
+_FACTS = (
+    "The bear lives in a cave above the river. It sleeps from November to March. ",
+    "The owl lives in the tower of the church. It has three children. ",
+    "The fox lives under the old oak. It hunts at night, mostly for mice. ",
+)
+
+
+@dataclass(frozen=True)
+class Side:
+    """Column of a demonstration."""
+
+    title: str
+    rows: Mapping[str, str] = field(default_factory=dict)
+    """What is shown, by its name."""
+    seconds: float | None = None
+    """What is compared between the columns, in seconds; None if it cannot be."""
+
+
+def of_reply(title: str, reply: Reply) -> Side:
+    """Returns the column of an answer."""
+    computed = reply.prompt - sum(reply.sources.values())
+    sources = [f"{tokens:,} tokens {name}" for name, tokens in reply.sources.items()]
+    if computed > 0:
+        sources.append(f"{computed:,} tokens computed")
+    for entry in reply.entries:
+        if entry["power"] == "clusters":
+            sources.append(f"{entry['tokens']:,} tokens followed, {entry['sparsity']:.0%} read")
+    rows = {
+        "first token": f"{reply.seconds:.2f} s",
+        "KV from": "\n".join(sources),
+        "answer": reply.text.strip().partition("\n")[0],
+    }
+    return Side(title, rows, reply.seconds)
+
+
+def documents(repeated: int) -> list[str]:
+    """Returns three documents, each a fact that is repeated, of some 16 tokens a time."""
+    return [fact * repeated for fact in _FACTS]
+
+
+def system(name: str, config: Mapping[str, Any] | None, pool: int, *more: str) -> server.System:
+    """Returns a server with a configuration; None for stock SGLang."""
+    arguments = ["--max-total-tokens", str(pool), *server.BESIDE_OTHERS, *more]
+    if config is not None:
+        arguments += ["--page-size", "16", "--enable-ext"]
+        arguments += ["--ext-config", orjson.dumps(config).decode()]
+    return server.System(name, arguments, {"OMP_WAIT_POLICY": "PASSIVE"})
+
+
+@contextmanager
+def serving(systems: Sequence[server.System]) -> Iterator[list[Target]]:
+    """Serves SmolLM2 by each of the systems, and stops them at the end."""
+    with (
+        TemporaryDirectory(prefix="sgl_ext-demo-") as logs,
+        server.serve(systems, prepare(SMOLLM2), Path(logs)) as running,
+    ):
+        targets = [Target(each.url) for each in running]
+        for target in targets:  # the first forwards are slow
+            target.answer("Hello", 4)
+        yield targets
