@@ -17,7 +17,15 @@ class Strategy(Enum):
 
 
 def choose_strategy(
-    how: str, costs: Costs, *, first: int, pages: int, page: int, layers: int, rid: str
+    how: str,
+    costs: Costs,
+    *,
+    first: int,
+    pages: int,
+    page: int,
+    layers: int,
+    layered: bool,
+    rid: str,
 ) -> Strategy | None:
     """Returns the strategy for ``pages`` in host memory; None if they are only loaded.
 
@@ -31,21 +39,21 @@ def choose_strategy(
         first: number of the first of the pages in the prompt.
         page: tokens of a page.
         layers: layers of the model.
+        layered: whether the model can be run by layers; if not, prefixes are restored by tokens.
         rid: id of the request.
     """
     if not pages:
         return None
     if how != "auto":
-        return None if how == "never" else Strategy(how)
+        return None if how == "never" else Strategy(how) if layered else Strategy.TOKENS
     if not costs.known(HOST):
         return None  # the first load measures how long loads take
     begin, end = first * page, (first + pages) * page
     loading, computing = costs.loads[HOST].seconds(end - begin), costs.compute.seconds(begin, end)
     computed = loading / (loading + computing)  # share of the layers, at the speed of both
-    ways = {
-        "tokens": costs.per_loaded(HOST) * (end - costs.meeting(begin, end, HOST)),
-        "layers": computed * costs.compute.work(begin, end),
-    }
+    ways = {"tokens": costs.per_loaded(HOST) * (end - costs.meeting(begin, end, HOST))}
+    if layered:
+        ways["layers"] = computed * costs.compute.work(begin, end)
     both = {"load": loading, "both": min(ways.values())}
     choice = "load" if computed * layers < 1 else "both"
     if costs.decisions.chose("load_or_compute", choice, both, rid) == "load":
@@ -53,12 +61,15 @@ def choose_strategy(
     return Strategy(costs.decisions.least("tokens_or_layers", ways, rid))
 
 
-def computed_share(costs: Costs) -> float:
-    """Returns the share of tokens that are computed while the others load from host memory.
+def computed_share(costs: Costs, begin: int, end: int) -> float:
+    """Returns the share of the tokens of a range that are computed while the others load.
 
     One half as long as the speed of loads or of forwards is not known.
+
+    Args:
+        begin: position of the first token in the prompt; the others are in host memory as well.
+        end: position behind the last token.
     """
     if not (costs.known(HOST) and costs.known(COMPUTE)):
         return 0.5
-    loading = costs.loads[HOST].per_token
-    return loading / (loading + costs.compute.seconds(0, costs.chunk) / costs.chunk)
+    return (costs.meeting(begin, end, HOST) - begin) / (end - begin)

@@ -25,7 +25,8 @@ class CopyTimes:
     """Copies in progress, whose durations are recorded in the cost model when they have ended.
 
     A lane carries copies out one after another, so the time that a copy waits for the one before it
-    does not count. Copies that fail or are cancelled are not recorded.
+    does not count. Of a copy that is cancelled in part, what has landed is recorded; a copy that
+    fails is not.
 
     Args:
         channel: name of the direction in the cost model.
@@ -41,15 +42,17 @@ class CopyTimes:
         """Time at which the last recorded copy ended."""
 
     def begin(self, tokens: int, tickets: Sequence[Ticket]) -> None:
-        """Records the start of a copy of some tokens, which has ended when all tickets have."""
+        """Records the start of a copy of some tokens, of equal parts with a ticket each."""
         self._copies.append(_Copy(self._clock(), tokens, tickets))
 
     def poll(self) -> None:
         """Records the copies that have ended, in their order."""
         while self._copies and all(ticket.poll() for ticket in self._copies[0].tickets):
             began, tokens, tickets = self._copies.popleft()
+            landed = [ticket.seconds for ticket in tickets if ticket.state == State.DONE]
             ended = began + max((ticket.seconds for ticket in tickets), default=0.0)
-            seconds = ended - max(began, self._free)
+            seconds = began + max(landed, default=0.0) - max(began, self._free)
             self._free = max(self._free, ended)
-            if seconds > 0 and all(ticket.state == State.DONE for ticket in tickets):
-                self._costs.loaded(self._channel, tokens, seconds)
+            failed = any(ticket.state == State.FAILED for ticket in tickets)
+            if seconds > 0 and landed and not failed:
+                self._costs.loaded(self._channel, tokens * len(landed) // len(tickets), seconds)

@@ -129,7 +129,7 @@ def prefill(engine: SimulatedEngine, parts: Sequence[Part], chance: random.Rando
         elif len(part.held):
             coming[part.way][at] = [Coming(part.prefix, part.held, blocks)]
     if tokens := coming["tokens"]:
-        by_tokens.restore(engine.stack, planned, tokens, 4, chance.random())  # type: ignore[arg-type]
+        by_tokens.restore(engine.stack, planned, tokens, 4, lambda *_: chance.random())  # type: ignore[arg-type]
     if layers := coming["layers"]:
         held = SimpleNamespace(computed=lambda *_: None)
         with by_layers.restoring(engine.stack, held, planned, rows, layers) as begin:  # type: ignore[arg-type]

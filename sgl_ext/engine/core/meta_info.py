@@ -37,6 +37,12 @@ def told(req: Req, power: str) -> list[Mapping[str, Any]]:
     return [entry for entry in (req.customized_info or {}).get(_EXT, ()) if entry["power"] == power]
 
 
+def unsent(req: Req, power: str) -> list[Mapping[str, Any]]:
+    """Returns the entries of ``power`` that the client has not been sent, and that may change."""
+    report: _Report = (req.customized_info or {}).get(_EXT) or _Report()
+    return [entry for entry in report[report.sent :] if entry["power"] == power]
+
+
 def _send(outputs: Outputs, **_given: object) -> None:
     """Sends each entry once: with the next part of a stream, or with the answer of other requests.
 

@@ -7,7 +7,7 @@ loaded, because the last tokens are loaded first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from sgl_ext.engine.restore.by_layers import Coming, end, taken_back
@@ -34,14 +34,15 @@ def restore(
     planned: PlannedForward,
     coming: Mapping[int, Sequence[Coming]],
     chunk: int,
-    share: float,
+    share: Callable[[int, int], float],
 ) -> dict[int, int]:
     """Restores pages into their blocks: computes their first tokens, loads the last ones.
 
     Args:
         coming: pages to restore, by the request's place in the batch.
         chunk: maximum tokens of a forward; a forward has the tokens of one load at least.
-        share: estimated share of the remaining tokens that is computed while the others load.
+        share: returns the estimated share of a range of positions whose tokens are computed while
+            the others load.
 
     Returns:
         The number of computed tokens, by the request's place in the batch.
@@ -56,9 +57,11 @@ def restore(
     try:
         for at in coming:
             left = [load for load in loads if load.request == at]
-            while taken := _taken(
-                left, tiers.streams, most=min(chunk, round(share * len(left)) * LOAD_TOKENS)
-            ):
+            while left:
+                most = share(left[0].start, left[-1].end) * len(left)
+                taken = _taken(left, tiers.streams, min(chunk, round(most) * LOAD_TOKENS))
+                if not taken:
+                    break
                 part = rows.split(planned.batch, [Row(at, taken[0].start, taken[-1].end)])
                 computed[at] += taken[-1].end - taken[0].start
                 part.return_logprob = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -76,14 +77,12 @@ def _by_strategy(
     rows: list[Row],
     coming: Mapping[int, Sequence[Coming]],
 ) -> Iterator[list[Row]]:
-    layered = hasattr(forward.runner.model, "forward_split_prefill")
     ways: dict[Strategy, dict[int, Sequence[Coming]]] = {each: {} for each in Strategy}
     for at, each in coming.items():
-        by = power.prefixes[forward.rids[at]].by if layered else Strategy.TOKENS
-        ways[by][at] = each
+        ways[power.prefixes[forward.rids[at]].by][at] = each
     if tokens := ways[Strategy.TOKENS]:
         costs = power.planner.costs
-        share = computed_share(costs)
+        share = partial(computed_share, costs)
         began = time.monotonic()
         computed = by_tokens.restore(power.stack, forward, tokens, costs.chunk, share)
         for at, count in computed.items():

@@ -101,6 +101,8 @@ class RestorePower(Power[Restore]):
         setup.prepare(
             self.section, self.stack.layout.page, get_schedule().chunked_prefill_size, ext.costs
         )
+        model = scheduler.tp_worker.model_runner.model
+        self._layered = hasattr(model, "forward_split_prefill")
         self.prefixes = HostPrefixes(self.stack.holds, self.stack.layout.page, time.monotonic)
         self.stack.keepers.append(lambda: self.prefixes.give_up_one(ext.plans))
         ext.tiers.linker.restoring = self
@@ -133,7 +135,7 @@ class RestorePower(Power[Restore]):
         by = choose_strategy(
             self.section.host, self.planner.costs,
             first=prompt.first, pages=pages, page=self.planner.page,
-            layers=self.stack.layout.layers, rid=rid,
+            layers=self.stack.layout.layers, layered=self._layered, rid=rid,
         )  # fmt: skip
         if by is None:
             return pages

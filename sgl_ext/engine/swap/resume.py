@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sgl_ext.engine.core.meta_info import tell, told
+from sgl_ext.engine.core.meta_info import tell, unsent
 from sgl_ext.engine.core.requests import reserved
 from sgl_ext.engine.core.sglang_types import (
     Node,
@@ -294,7 +294,7 @@ def _release(scheduler: Scheduler, req: Req) -> None:
 
 def _tell(req: Req, loaded: int) -> None:
     entry: dict[str, Any]
-    if not (before := told(req, "swap")):
+    if not (before := unsent(req, "swap")):
         entry = {"power": "swap", "exact": True, "times": 1, "loaded": loaded}
         tell(req, entry)
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from sgl_ext.engine.core.meta_info import HOOKS, tell
+from sgl_ext.engine.core.meta_info import HOOKS, tell, told, unsent
 
 (SEND,) = (hook.function for hook in HOOKS)
 
@@ -35,6 +35,17 @@ def test_a_stream_shows_what_was_told_after_its_first_token() -> None:
     tell(whole, {"power": "swap", "n": 4})
     whole.over = True
     assert sent(streamed, silent, whole) == [[3], [], [2, 4]]
+
+
+def test_an_entry_that_was_sent_does_not_change() -> None:
+    streamed = request(stream=True)
+    tell(streamed, {"power": "swap", "n": 1})
+    tell(streamed, {"power": "tiers", "n": 2})
+    assert [entry["n"] for entry in unsent(streamed, "swap")] == [1]
+    assert sent(streamed) == [[1, 2]]
+    assert unsent(streamed, "swap") == []
+    assert len(told(streamed, "swap")) == 1
+    assert unsent(request(stream=True), "swap") == []
 
 
 def test_a_request_that_no_power_served_has_no_report() -> None:

@@ -190,7 +190,7 @@ def test_disabled_tiers_are_not_restored_from(power: Any, enabled: bool) -> None
 def test_a_request_that_another_power_owns_is_not_restored(power: Any, owned: bool) -> None:
     power._ext.inside_out.append(SimpleNamespace(owns=lambda _req: owned))
     power.prefixes = SimpleNamespace(release=lambda _rid: None)
-    power.stack = SimpleNamespace(host=SimpleNamespace(lookup=len))
+    power.stack, power._layered = SimpleNamespace(host=SimpleNamespace(lookup=len)), True
     power.matching(request(), 16)
     assert power.lookup("r", [b""] * 5) == (None if owned else 5)
 
@@ -214,8 +214,11 @@ def test_host_memory_strategy_follows_the_option_and_the_costs(
     costs = Costs(ComputeCost(0.05, 1e-3, 1e-6))
     if loading is not None:
         costs.loaded(HOST, 1600, 100 * loading)
-    by = choose_strategy(how, costs, first=0, pages=pages, page=16, layers=30, rid="r")
+    some: dict[str, Any] = {"first": 0, "pages": pages, "page": 16, "layers": 30, "rid": "r"}
+    by = choose_strategy(how, costs, layered=True, **some)
     assert by is chosen
+    by_tokens_only = choose_strategy(how, costs, layered=False, **some)
+    assert by_tokens_only is (Strategy.TOKENS if chosen is Strategy.LAYERS else chosen)
     decided = how == "auto" and loading is not None and pages > 0
     assert ("load_or_compute" in costs.decisions.describe()) is decided
 

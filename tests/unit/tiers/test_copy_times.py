@@ -70,15 +70,25 @@ def test_a_copy_ends_with_its_last_ticket() -> None:
     assert times.recorded == [(100, 3.0)]
 
 
-@pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED])
-def test_copies_without_success_are_not_recorded(state: State) -> None:
+@pytest.mark.parametrize(
+    ("state", "recorded"),
+    [(State.FAILED, [(50, 0.5)]), (State.CANCELLED, [(50, 1.0), (50, 0.5)])],
+)
+def test_only_what_has_landed_is_recorded(state: State, recorded: list[tuple[int, float]]) -> None:
     times = Times()
     tickets = times.begin(0.0, 100, 2)
     (behind,) = times.begin(0.0, 50)
     tickets[0].end(1.0)
     tickets[1].end(2.0, state)
     behind.end(2.5)
-    assert times.recorded == [(50, 0.5)]
+    assert times.recorded == recorded
+
+
+def test_copies_that_are_cancelled_as_a_whole_are_not_recorded() -> None:
+    times = Times()
+    for ticket in times.begin(0.0, 100, 2):
+        ticket.end(0.0, State.CANCELLED)
+    assert times.recorded == []
 
 
 def test_copies_whose_end_is_never_polled_are_forgotten() -> None:
