@@ -2,6 +2,7 @@
 
 from sgl_ext.cli import caches, configuration, contexts, demonstrations, servers, stored
 from sgl_ext.cli.app import app
+from sgl_ext.cli.top import top
 
 __all__ = [
     "app",
@@ -12,6 +13,7 @@ __all__ = [
     "main",
     "servers",
     "stored",
+    "top",
 ]
 
 

@@ -19,6 +19,7 @@ from sgl_ext.cli.app import (
     print_json,
     progress,
 )
+from sgl_ext.cli.top import top
 from sgl_ext.verify.target import Target
 
 _cache = typer.Typer(no_args_is_help=True, help="Caches of a running server.")
@@ -65,16 +66,5 @@ def warm(
 def stat(
     url: UrlOption = DEFAULT_URL, api_key: KeyOption = None, as_json: JsonOption = False
 ) -> None:
-    """Prints the state of the tiers of each scheduler."""
-    from rich.console import Console
-
-    from sgl_ext.top import tables
-
-    with failing():
-        states = [
-            each.get("sgl_ext", {}) for each in Target(url, api_key).info()["internal_states"]
-        ]
-    if as_json:
-        print_json(states)
-    else:
-        Console().print(tables(states, states, 1.0))
+    """Prints the state of the powers once, as sgl-ext top does."""
+    top([url], once=True, api_key=api_key, as_json=as_json)

@@ -1,4 +1,4 @@
-"""Commands for running servers: verify, top, bench."""
+"""Commands for running servers: verify, bench."""
 
 from __future__ import annotations
 
@@ -80,24 +80,6 @@ def verify(
         print("No wrong answer was found." if same else "The verification failed.")
     if not same:
         raise typer.Exit(1)
-
-
-@app.command()
-def top(
-    urls: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Argument(help="URLs of the servers; http://127.0.0.1:30000 if none is given."),
-    ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print one table and exit.")] = False,
-) -> None:
-    """Shows the tiers of running servers, and the memory that their engines lend each other."""
-    from sgl_ext.top import watch
-
-    with failing():
-        try:
-            watch([url.rstrip("/") for url in urls or [DEFAULT_URL]], once=once)
-        except KeyboardInterrupt:
-            raise typer.Exit from None
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

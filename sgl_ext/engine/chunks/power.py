@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sgl_ext.chunks.methods import Recompute, link_method
 from sgl_ext.config import Chunks
 from sgl_ext.engine.chunks import warmup
+from sgl_ext.engine.chunks.report import COUNTED
 from sgl_ext.engine.core.attention_backends import require_running
 from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.core.meta_info import tell, told
@@ -87,6 +89,7 @@ class ChunksPower(Power[Chunks]):
 
         require_running(scheduler.tp_worker.model_runner, self.attention())
         self._ext = ext
+        self._counts: Counter[str] = Counter()
         layers = scheduler.model_config.num_hidden_layers
         self._unserved = refused(layers, get_parallel().tp_size)
         self.links = open_links(scheduler, ext, self.section)
@@ -153,8 +156,14 @@ class ChunksPower(Power[Chunks]):
         if not last or told(req, self.name) or (linked := self.links.report(req)) is None:
             return
         tell(req, linked)
+        self._counts["requests"] += 1
+        for name in COUNTED:
+            self._counts[name] += linked[name]
         if self._metrics is not None:
             self._metrics.count(linked)
+
+    def describe(self) -> Mapping[str, object]:
+        return {name: self._counts[name] for name in ("requests", *COUNTED)}
 
     @property
     def fillers(self) -> Mapping[type[Source], Filler]:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sgl_ext.chunks.composition import LEAD, Composition
 from sgl_ext.planning.plan import Link, PrefillPlan
+
+COUNTED: tuple[Literal["linked", "recomputed", "missing", "computed"], ...] = (
+    "linked", "recomputed", "missing", "computed",
+)  # fmt: skip
+"""Fields of a report that are counted over all requests."""
 
 
 class Linked(TypedDict):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
+from sgl_ext.cli.tables import Scheduler, tables
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine.core import planning, runtime
 from sgl_ext.engine.core.planning_metrics import PlanningMetrics
@@ -20,7 +21,6 @@ from sgl_ext.planning.costs import COMPUTE, DECODE, HOST
 from sgl_ext.planning.load_cost import LoadCost
 from sgl_ext.planning.plan import Compute, Load, PrefillPlan, Span
 from sgl_ext.planning.profile import PROFILES, Profile, save
-from sgl_ext.top import tables
 
 LAYOUT = Layout(16, 2, 1, 8, "float32", "a model")
 
@@ -153,8 +153,8 @@ def test_decisions_and_errors_are_shown(ext: runtime.ExtRuntime, metrics: Planni
     from rich.console import Console
 
     console = Console(width=200, record=True, file=StringIO())
-    console.print(tables([{"planning": found}], [{}], 1.0))
+    console.print(tables([Scheduler("host:1", {"planning": found})], [], 1.0))
     rows = [line.split() for line in console.export_text().splitlines()]
-    assert ["0", "ssd", "50%"] in rows
+    assert ["host:1", "ssd", "50%"] in rows
     (row,) = (row for row in rows if "wait_for_tier" in row)
-    assert row[:4] == ["0", "wait_for_tier", "wait", "4"]
+    assert row[:4] == ["host:1", "wait_for_tier", "wait", "4"]
