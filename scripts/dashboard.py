@@ -1,0 +1,235 @@
+"""Writes the Grafana dashboard of all powers, below ``examples/monitoring``.
+
+Failures come first. Counters of the Prometheus client end in ``_total``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TARGET = Path(__file__).parent.parent / "examples/monitoring/grafana/dashboards/sgl_ext.json"
+_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_WIDTH, _HEIGHT, _COLUMNS = 8, 7, 3
+_EVERY = 'instance=~"$instance"'
+
+
+class Panel(NamedTuple):
+    """Panel with one line for each expression, whose legend is its key."""
+
+    title: str
+    what: str
+    unit: str
+    lines: Mapping[str, str]
+
+
+def each(name: str, *by: str) -> str:
+    """Returns the expression of a gauge, or of its sum by some labels."""
+    found = f"sglang_ext:{name}{{{_EVERY}}}"
+    return f"sum by ({', '.join(by)}) ({found})" if by else f"sum({found})"
+
+
+def rate(name: str, *by: str) -> str:
+    """Returns the expression of a counter's rate, summed by some labels."""
+    found = f"rate(sglang_ext:{name}_total{{{_EVERY}}}[$__rate_interval])"
+    return f"sum by ({', '.join(by)}) ({found})" if by else f"sum({found})"
+
+
+def quantile(q: float, name: str) -> str:
+    """Returns the expression of a histogram's quantile."""
+    return (
+        f"histogram_quantile({q:g}, sum by (le) (rate({name}_bucket{{{_EVERY}}}"
+        "[$__rate_interval])))"
+    )
+
+
+ROWS: dict[str, Sequence[Panel]] = {
+    "Failures": (
+        Panel(
+            "Tiers: pages that failed", "Computed instead. By tier and reason.", "short",
+            {"{{tier}} {{reason}}": rate("tiers_failures", "tier", "reason")},
+        ),
+        Panel(
+            "Tiers: available", "0: the tier is off, see the server's log.", "short",
+            {"{{instance}} {{tier}}": each("tiers_available", "instance", "tier")},
+        ),
+        Panel(
+            "KV that was expected and missing", "Tokens per second that were computed after all.",
+            "short",
+            {
+                "chunks: missing": rate("chunks_missing_tokens"),
+                "swap: recomputed": rate("swap_recomputed_tokens"),
+            },
+        ),
+        Panel(
+            "Peers: lent memory that was not returned in time", "The worker replaced it.", "short",
+            {
+                "replacements": rate("peer_replacements"),
+                "retracted requests": rate("peer_retractions"),
+            },
+        ),
+        Panel(
+            "Error of predictions", "Median relative error of the cost model, by what it predicts.",
+            "percentunit", {"{{kind}}": each("planning_error", "kind")},
+        ),
+        Panel(
+            "Requests", "Of SGLang.", "short",
+            {
+                "running": f"sum(sglang:num_running_reqs{{{_EVERY}}})",
+                "waiting": f"sum(sglang:num_queue_reqs{{{_EVERY}}})",
+            },
+        ),
+    ),
+    "Latency": (
+        Panel(
+            "Time to first token", "Of SGLang.", "s",
+            {
+                f"p{100 * q:g}": quantile(q, "sglang:time_to_first_token_seconds")
+                for q in (0.5, 0.95, 0.99)
+            },
+        ),
+        Panel(
+            "Time between tokens", "Of SGLang.", "s",
+            {
+                f"p{100 * q:g}": quantile(q, "sglang:inter_token_latency_seconds")
+                for q in (0.5, 0.95, 0.99)
+            },
+        ),
+        Panel(
+            "Decisions", "Choices of the cost model per second.", "short",
+            {"{{kind}}: {{choice}}": rate("planning_decisions", "kind", "choice")},
+        ),
+    ),
+    "Tiers and restoration": (
+        Panel(
+            "Tokens loaded instead of computed", "Per second, by tier.", "short",
+            {"{{tier}}": rate("tiers_hit_tokens", "tier")},
+        ),
+        Panel(
+            "Traffic", "Loads and stores, by tier.", "Bps",
+            {
+                "{{tier}} loaded": rate("tiers_loaded_bytes", "tier"),
+                "{{tier}} stored": rate("tiers_stored_bytes", "tier"),
+            },
+        ),
+        Panel(
+            "Full", "Pages in use, relative to the capacity.", "percentunit",
+            {"{{tier}}": f"{each('tiers_pages', 'tier')} / {each('tiers_capacity_pages', 'tier')}"},
+        ),
+        Panel(
+            "Queue and evictions", "Operations in progress; evicted pages per second.", "short",
+            {
+                "{{tier}} queue": each("tiers_queue_depth", "tier"),
+                "{{tier}} evicted": rate("tiers_evicted_pages", "tier"),
+            },
+        ),
+        Panel(
+            "Restored prefixes: tokens", "Per second, by the source of their KV.", "short",
+            {"{{source}}": rate("restore_tokens", "source")},
+        ),
+        Panel(
+            "Restored prefixes: seconds", "From a request's arrival.", "s",
+            {
+                f"p{100 * q:g}": quantile(q, "sglang_ext:restore_seconds")
+                for q in (0.5, 0.95)
+            },
+        ),
+    ),
+    "Chunks and clusters": (
+        Panel(
+            "Prompts with contexts: tokens", "Per second, by what was done for them.", "short",
+            {
+                name: rate(f"chunks_{name}_tokens")
+                for name in ("linked", "recomputed", "missing", "computed")
+            },
+        ),
+        Panel(
+            "Divergence of linked chunks", "Measured at the server's start.", "short",
+            {"{{method}}": each("chunks_divergence_nats", "method")},
+        ),
+        Panel(
+            "Blocks of stored contexts", "Per second, by where they were when wanted.", "short",
+            {"{{source}}": rate("clusters_blocks", "source")},
+        ),
+        Panel(
+            "Stored contexts", "Open contexts, and requests that follow one.", "short",
+            {"open": each("clusters_open"), "followers": each("clusters_followed")},
+        ),
+    ),
+    "Swapping and peers": (
+        Panel(
+            "Preempted requests", "Per second.", "short",
+            {
+                "swapped out": rate("swap_swapped_out"), "swapped in": rate("swap_swapped_in"),
+                "recomputed": rate("swap_recomputed"),
+            },
+        ),
+        Panel(
+            "Seconds that the scheduler waited", "Per second, for swapping and for buffers.",
+            "percentunit",
+            {
+                "for KV to resume": rate("swap_loading_seconds"),
+                "for blocks still copied": rate("swap_waiting_seconds"),
+                "for layer buffers": rate("peer_stream_waited_seconds"),
+            },
+        ),
+        Panel(
+            "Lent memory", "By role of the engine.", "bytes",
+            {
+                "{{role}} borrowed": each("peer_borrowed_bytes", "role"),
+                "{{role}} lent": each("peer_lent_bytes", "role"),
+                "{{role}} used": each("peer_used_bytes", "role"),
+            },
+        ),
+    ),
+}  # fmt: skip
+"""Panels by the title of their row."""
+
+
+def dashboard() -> dict[str, Any]:
+    """Returns the dashboard in Grafana's model."""
+    panels: list[dict[str, Any]] = []
+    top = 0
+    for title, row in ROWS.items():
+        place = {"x": 0, "y": top, "w": _WIDTH * _COLUMNS, "h": 1}
+        panels.append(
+            {"type": "row", "title": title, "id": len(panels) + 1, "gridPos": place, "panels": []}
+        )
+        top += 1
+        for at, panel in enumerate(row):
+            x, y = at % _COLUMNS * _WIDTH, top + at // _COLUMNS * _HEIGHT
+            panels.append(
+                {
+                    "type": "timeseries",
+                    "title": panel.title,
+                    "description": panel.what,
+                    "id": len(panels) + 1,
+                    "gridPos": {"x": x, "y": y, "w": _WIDTH, "h": _HEIGHT},
+                    "datasource": _SOURCE,
+                    "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
+                    "options": {"legend": {"displayMode": "list", "placement": "bottom"}},
+                    "targets": [
+                        {"refId": chr(65 + number), "expr": expr, "legendFormat": legend}
+                        for number, (legend, expr) in enumerate(panel.lines.items())
+                    ],
+                }
+            )
+        top += -(-len(row) // _COLUMNS) * _HEIGHT
+    instance = {
+        "name": "instance", "type": "query", "datasource": _SOURCE, "multi": True,
+        "includeAll": True, "refresh": 2,
+        "query": "label_values(sglang:num_running_reqs, instance)",
+        "current": {"text": "All", "value": "$__all"},
+    }  # fmt: skip
+    source = {"name": "datasource", "type": "datasource", "query": "prometheus"}
+    return {
+        "uid": "sgl-ext", "title": "SGLang with sgl_ext", "tags": ["sglang"], "schemaVersion": 39,
+        "refresh": "10s", "time": {"from": "now-30m", "to": "now"},
+        "templating": {"list": [source, instance]}, "panels": panels,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    TARGET.write_text(json.dumps(dashboard(), indent=1) + "\n")
