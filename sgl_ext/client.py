@@ -37,6 +37,11 @@ class _Listed(msgspec.Struct):
     contexts: tuple[ContextInfo, ...]
 
 
+def with_scheme(url: str) -> str:
+    """Returns the URL of a server, with ``http://`` if it names no scheme, and no final slash."""
+    return (url if "://" in url else f"http://{url}").rstrip("/")
+
+
 def part(context: str | ContextInfo) -> dict[str, str]:
     """Returns the part that names a context in a prompt.
 
@@ -71,7 +76,7 @@ class ContextCache:
         *,
         verify: bool | str = True,
     ) -> None:
-        self.url = url.rstrip("/")
+        self.url = with_scheme(url)
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._salt = {} if cache_salt is None else {"cache_salt": cache_salt}
         self._timeout = timeout

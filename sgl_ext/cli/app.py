@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, Optional, Protocol
 
 import typer
@@ -75,6 +76,21 @@ def failing(*errors: type[Exception]) -> Iterator[None]:
         yield
     except caught as error:
         fail(str(error))
+
+
+def text_of(file: Path) -> str:
+    """Returns the text of a file.
+
+    Raises:
+        ExtError: the file cannot be read, is not UTF-8, or is empty.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ExtError(f"{file} cannot be read: {error}") from None
+    if not text.strip():
+        raise ExtError(f"{file} has no text")
+    return text
 
 
 def fail(message: str, code: int = 1) -> NoReturn:

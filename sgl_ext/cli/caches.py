@@ -18,6 +18,7 @@ from sgl_ext.cli.app import (
     failing,
     print_json,
     progress,
+    text_of,
 )
 from sgl_ext.cli.top import top
 from sgl_ext.verify.target import Target
@@ -49,10 +50,10 @@ def warm(
 ) -> None:
     """Computes the KV of prompts before they come."""
     target, done = Target(url, api_key), []
-    with failing(OSError, UnicodeDecodeError), progress("computing") as tell:
+    with failing(), progress("computing") as tell:
         for number, file in enumerate(files):
             tell("computing", number, len(files))
-            reply = target.answer(file.read_text(encoding="utf-8"), 1, salt=cache_salt)
+            reply = target.answer(text_of(file), 1, salt=cache_salt)
             cached = sum(reply.sources.values())
             done.append({"file": str(file), "tokens": reply.prompt, "cached": cached})
     if as_json:

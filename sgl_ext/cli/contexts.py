@@ -20,6 +20,7 @@ from sgl_ext.cli.app import (
     failing,
     print_json,
     progress,
+    text_of,
 )
 from sgl_ext.client import ContextCache, ContextInfo
 
@@ -68,8 +69,8 @@ def create(
     """Computes the KV of texts, so that prompts can link them, and prints their contexts."""
     cache = ContextCache(url, api_key, cache_salt)
     parts = None if split is None else {"by": "paragraph", "tokens": split}
-    with failing(OSError, UnicodeDecodeError), progress("waiting") as shown:
-        texts = [file.read_text(encoding="utf-8") for file in files]
+    with failing(), progress("waiting") as shown:
+        texts = [text_of(file) for file in files]
 
         def tell(what: str) -> None:
             done, _, of = what.partition("/")

@@ -16,10 +16,12 @@ from sgl_ext.cli.app import (
     JsonOption,
     KeyOption,
     app,
+    fail,
     failing,
     print_json,
     progress,
 )
+from sgl_ext.errors import ExtError
 from sgl_ext.verify.steps import Line, Verification
 from sgl_ext.verify.target import Target
 
@@ -55,7 +57,9 @@ def verify(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Checks that answers do not depend on where KV comes from; exits with 1 if one does.
+    """Checks that answers do not depend on where KV comes from.
+
+    Exits with 1 if one does, and with 2 if the verification ended early.
 
     A few texts are sent when no cache has them, and again with their KV from the device pool, from
     lower tiers, and all at once. Answers may differ by what rounding explains, in nats: differences
@@ -66,20 +70,28 @@ def verify(
     """
     other = None if against is None else Target(against, against_api_key)
     lines: list[Line] = []
+    broken = None
     with failing(), progress("asking the server") as tell:
         verification = Verification(
             Target(url, api_key, admin_api_key), passages=passages, length=length, against=other,
             flush=flush,
         )  # fmt: skip
-        lines.extend(verification.run(tell))
+        try:
+            for line in verification.run(tell):
+                lines.append(line)
+        except ExtError as error:
+            broken = str(error)
     same = all(line.verdict != "differs" for line in lines)
     if as_json:
-        print_json({"same": same, "lines": [asdict(line) for line in lines]})
+        print_json({"same": same, "error": broken, "lines": [asdict(line) for line in lines]})
     else:
         _print(lines)
-        print("No wrong answer was found." if same else "The verification failed.")
+    if broken is not None:
+        fail(f"the verification ended early: {broken}", 1 if not same else 2)
     if not same:
-        raise typer.Exit(1)
+        fail("answers depend on where KV comes from; see the lines that differ")
+    if not as_json:
+        print("No wrong answer was found.")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -102,10 +103,11 @@ def starter(use: str, directories: Sequence[Path] = ()) -> str:
     """
     if directories and "tiers" not in _PARTS[use]:
         raise ExtError(f"{use} stores no KV on SSDs; omit the directories")
-    if len({*directories}) < len(directories):
-        raise ExtError("a directory is given twice; give one for each device")
     if missing := [str(each) for each in directories if not each.is_dir()]:
         raise ExtError(f"{', '.join(missing)} is not a directory; create it on an SSD")
+    states = [each.stat() for each in directories]
+    if len({(each.st_dev, each.st_ino) for each in states}) < len(states):
+        raise ExtError("a directory is given twice; give one for each device")
     host = max(256 * _MIB, available_memory() // _HOST)
     values = {
         "use": use,
@@ -115,7 +117,14 @@ def starter(use: str, directories: Sequence[Path] = ()) -> str:
         "directories": ", ".join(json.dumps(str(each)) for each in directories),
     }
     if directories:
-        disk = min(shutil.disk_usage(each).free for each in directories) // _DISK
+        devices = Counter(each.st_dev for each in states)
+        disk = (
+            min(
+                shutil.disk_usage(each).free // devices[state.st_dev]
+                for each, state in zip(directories, states, strict=True)
+            )
+            // _DISK
+        )
         if disk < _LEAST_DISK:
             raise ExtError(
                 f"the directories have {disk * _DISK:,} B free; give some with more room"

@@ -9,6 +9,7 @@ from typing import Annotated, Optional
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from sgl_ext.cli.app import (
@@ -22,6 +23,7 @@ from sgl_ext.cli.app import (
     failing,
     print_json,
     progress,
+    text_of,
 )
 from sgl_ext.clusters.client import StoredContexts
 
@@ -45,8 +47,8 @@ def store(
 ) -> None:
     """Has a running server store a text on its devices, and prints the id of the context."""
     server = StoredContexts(url, api_key, cache_salt)
-    with failing(OSError, UnicodeDecodeError), progress("waiting") as shown:
-        text, began = file.read_text(encoding="utf-8"), time.monotonic()
+    with failing(), progress("waiting") as shown:
+        text, began = text_of(file), time.monotonic()
 
         def tell(what: str) -> None:
             stage, _, layers = what.partition(" ")
@@ -83,7 +85,7 @@ def list_(
     for id_, state in found["storing"].items():
         table.add_row(id_, "", "", state)
     for id_, reason in found["unreadable"].items():
-        table.add_row(id_, "", "", f"[red]{reason}[/]")
+        table.add_row(id_, "", "", f"[red]{escape(reason)}[/]")
     Console().print(table)
     if found["damaged"]:
         typer.echo(f"sgl_ext: {found['damaged']} indexes cannot be read", err=True)

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import requests
 
-from sgl_ext.client import refusal, result_of
+from sgl_ext.client import refusal, result_of, with_scheme
 from sgl_ext.errors import ExtError
 
 _CONNECT_S = 10.0
@@ -28,7 +28,7 @@ class StoredContexts:
     """
 
     def __init__(self, url: str, api_key: str | None = None, cache_salt: str | None = None) -> None:
-        self._route = f"{url.rstrip('/')}/ext/clusters"
+        self._route = f"{with_scheme(url)}/ext/clusters"
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._salt = {} if cache_salt is None else {"cache_salt": cache_salt}
 
@@ -59,7 +59,13 @@ class StoredContexts:
 
     def list(self) -> dict[str, Any]:
         """Returns the answer of ``GET /ext/clusters/list``."""
-        found: dict[str, Any] = self._ask("GET", "/list", params=self._salt).json()
+        answer = self._ask("GET", "/list", params=self._salt)
+        try:
+            found: dict[str, Any] = answer.json()
+        except ValueError:
+            found = {}
+        if not {"contexts", "storing", "unreadable", "damaged"} <= {*found}:
+            raise ExtError(f"{answer.url} is not of an sgl_ext server; check the URL")
         return found
 
     def delete(self, id_: str) -> None:

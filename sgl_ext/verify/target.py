@@ -10,7 +10,7 @@ from typing import Any
 
 import requests
 
-from sgl_ext.client import refusal
+from sgl_ext.client import refusal, with_scheme
 from sgl_ext.errors import ExtError
 from sgl_ext.verify.compare import Reply
 
@@ -31,15 +31,16 @@ class Target:
     def __init__(
         self, url: str, api_key: str | None = None, admin_api_key: str | None = None
     ) -> None:
-        self.url = url.rstrip("/")
+        self.url = with_scheme(url)
         self._key = api_key
         self._admin_key = admin_api_key or api_key
 
     def info(self) -> dict[str, Any]:
         """Returns the server's ``/server_info``."""
         found = self._json("GET", "/server_info")
-        if "internal_states" not in found:
-            raise ExtError(f"{self.url} is not an SGLang server: its /server_info has no state")
+        if missing := {"internal_states", "max_total_num_tokens", "max_req_input_len"} - {*found}:
+            names = ", ".join(sorted(missing))
+            raise ExtError(f"{self.url} is not an SGLang server: its /server_info has no {names}")
         return found
 
     def tokens(self, text: str, *, first: bool = False) -> list[int]:
@@ -167,8 +168,12 @@ class Target:
             except (requests.RequestException, ValueError) as error:
                 raise ExtError(f"the answer of {self.url}/generate was cut off: {error}") from None
         if not events or "meta_info" not in events[-1]:
-            said = events[-1] if events else "no data"
-            raise ExtError(f"{self.url}/generate ended without an answer: {said}")
+            match events[-1:]:
+                case [{"error": {"message": said}}]:
+                    pass
+                case _:
+                    said = "the stream ended early"
+            raise ExtError(f"{self.url}/generate has not answered: {said}")
         return events, first - began
 
     def _json(self, verb: str, path: str, body: object = None) -> dict[str, Any]:
@@ -200,6 +205,8 @@ class Target:
             raise ExtError(f"no answer from {url}: {error}; is a server running there?") from None
         if answer.status_code == 404 and not path.startswith("/ext"):
             raise ExtError(f"{url} was not found; is an SGLang server running there?")
+        if admin and answer.status_code in (401, 403):
+            raise ExtError(f"{url} requires the admin API key of the server: give --admin-api-key")
         if not answer.ok:
             raise refusal(url, answer, "chunks")
         return answer

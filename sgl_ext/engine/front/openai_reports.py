@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -22,10 +23,19 @@ PATHS = ("/v1/chat/completions", "/v1/completions")
 _KEY = "sgl_ext_reports"
 """Key of the reports in the state of an HTTP request, which SGLang passes to its manager."""
 _EVENT, _END = b"data: {", b"\n\n"
+_DETAILS = b'"cached_tokens_details"'
 _ENDED = re.compile(rb'"finish_reason":\s*"')
 
-Reports = dict[int, Sequence[Mapping[str, Any]]]
-"""Entries on each choice, by its index; choices without entries are left out."""
+
+@dataclass
+class Reports:
+    """What is known about the answers to a request."""
+
+    entries: dict[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """Entries on each choice, by its index; choices without entries are left out."""
+    details: Mapping[str, Any] | None = None
+    """Cached tokens of the prompt by their source. SGLang's own response omits sources that it does
+    not know."""
 
 
 def keep(request: object, answer: Answer) -> None:
@@ -35,11 +45,14 @@ def keep(request: object, answer: Answer) -> None:
         request: the HTTP request; others, and requests of other paths, are ignored.
     """
     state = request.scope.get("state", {}) if isinstance(request, Request) else {}
-    if (reports := state.get(_KEY)) is None:
+    reports: Reports | None = state.get(_KEY)
+    if reports is None:
         return
     for at, each in enumerate(answer if isinstance(answer, list) else [answer]):
-        if entries := each["meta_info"].get("ext"):
-            reports[each.get("index", at)] = entries
+        meta = each["meta_info"]
+        if entries := meta.get("ext"):
+            reports.entries[each.get("index", at)] = entries
+        reports.details = reports.details or meta.get("cached_tokens_details")
 
 
 class OpenaiReports:
@@ -52,7 +65,7 @@ class OpenaiReports:
         if scope["type"] != "http" or _path(scope) not in PATHS:
             await self._app(scope, receive, send)
             return
-        reports: Reports = {}
+        reports = Reports()
         scope.setdefault("state", {})[_KEY] = reports
         start: Message | None = None
         """Start of the response, held back because its body may become longer."""
@@ -97,7 +110,7 @@ def _is(headers: Headers, kind: str) -> bool:
 
 def _in_body(body: bytes, reports: Reports) -> bytes:
     """Returns a whole response with the entries on all choices."""
-    if not reports:
+    if not reports.entries and _DETAILS not in body:
         return body
     found = orjson.loads(body)
     if not isinstance(found, dict) or "choices" not in found:  # an error
@@ -105,28 +118,36 @@ def _in_body(body: bytes, reports: Reports) -> bytes:
     several = len(found["choices"]) > 1
     entries = [
         {"index": index, **entry} if several else entry
-        for index, each in sorted(reports.items())
+        for index, each in sorted(reports.entries.items())
         for entry in each
     ]
-    return _with(found, entries)
+    return _with(found, entries, reports)
 
 
 def _in_stream(body: bytes, reports: Reports) -> bytes:
     """Returns a part of a stream; each chunk that ends a choice has the entries on it."""
-    if not reports or not _ENDED.search(body):
+    if not (reports.entries and _ENDED.search(body)) and _DETAILS not in body:
         return body
     return _END.join(_in_chunk(event, reports) for event in body.split(_END))
 
 
 def _in_chunk(event: bytes, reports: Reports) -> bytes:
-    if not event.startswith(_EVENT) or not _ENDED.search(event):
+    if not event.startswith(_EVENT) or not (_ENDED.search(event) or _DETAILS in event):
         return event
     found = orjson.loads(event[len(_EVENT) - 1 :])
     ended = [each["index"] for each in found.get("choices", ()) if each.get("finish_reason")]
-    entries = [entry for index in ended for entry in reports.get(index, ())]
-    return _EVENT[:-1] + _with(found, entries) if entries else event
+    entries = [entry for index in ended for entry in reports.entries.get(index, ())]
+    if not entries and "sglext" not in found:
+        return event
+    return _EVENT[:-1] + _with(found, entries, reports)
 
 
-def _with(response: dict[str, Any], entries: Sequence[Mapping[str, Any]]) -> bytes:
-    response["sglext"] = {**(response.get("sglext") or {}), "ext": entries}
+def _with(response: dict[str, Any], entries: Sequence[Mapping[str, Any]], of: Reports) -> bytes:
+    known: dict[str, Any] = response.get("sglext") or {}
+    if known.get("cached_tokens_details") and of.details:
+        known["cached_tokens_details"] = of.details
+    if entries:
+        known["ext"] = entries
+    if known:
+        response["sglext"] = known
     return orjson.dumps(response)

@@ -68,6 +68,19 @@ def test_entries_stand_beside_the_extensions_of_sglang() -> None:
     assert found["sglext"] == {"cached_tokens_details": {"device": 3}, "ext": [TIERS]}
 
 
+def test_cached_tokens_are_told_by_every_source() -> None:
+    details = {"device": 16, "ssd": 928}
+    kept = answer(0, TIERS)
+    kept["meta_info"]["cached_tokens_details"] = details
+    theirs = {"sglext": {"cached_tokens_details": {"device": 16, "host": 0}}}
+    whole = client([kept], {"choices": [choice(0)], **theirs}).post(CHAT).json()
+    assert whole["sglext"] == {"cached_tokens_details": details, "ext": [TIERS]}
+    chunks = [{"choices": [choice(0)]}, {"choices": [], **theirs}, None]
+    text = client([kept], chunks).post(CHAT).text
+    _, last, *_ = [json.loads(each[6:]) for each in text.split("\n\n") if each[6:7] == "{"]
+    assert last == {"choices": [], "sglext": {"cached_tokens_details": details}}
+
+
 def test_entries_on_several_choices_name_their_index() -> None:
     body = {"choices": [choice(0), choice(1), choice(2)]}
     answers = [[answer(0, TIERS), answer(1), answer(2, CHUNKS)]]
