@@ -39,7 +39,8 @@ LONGEST = (
     "tier_server", "native_sanitizers", "links", "cluster_server", "layouts", "other_pools",
     "remote_servers", "faked_cuda", "serve_script", "engine", "chunk_server",
     "clusters_on_faked_cuda", "swap_server", "device_scenarios", "beams", "restores", "setup",
-    "pipeline", "verify", "restore_stages", "rows", "packed_linear", "remote", "offline", "loan",
+    "pipeline", "verify_server", "demo_server", "restore_stages", "rows", "packed_linear", "remote",
+    "offline", "loan",
 )  # fmt: skip
 """Names of test files that take half a minute or more, the longest one first"""
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sgl_ext.chunks.methods import Recompute, link_method
-from sgl_ext.config import Chunks
+from sgl_ext.config import Chunks, ExtConfig
 from sgl_ext.engine.chunks import warmup
 from sgl_ext.engine.chunks.report import COUNTED
 from sgl_ext.engine.core.attention_backends import require_running
@@ -64,6 +64,10 @@ class ChunksPower(Power[Chunks]):
     """Ways to choose the recomputed tokens that are refused, with the reasons."""
     _metrics: ChunksMetrics | None = None
 
+    def __init__(self, config: ExtConfig, section: Chunks) -> None:
+        super().__init__(config, section)
+        self._counts: Counter[str] = Counter()
+
     def serve(self, app: FastAPI, manager: TokenizerManager, info: Mapping[str, Any]) -> Front:
         from sgl_ext.engine.chunks import api
         from sgl_ext.engine.chunks.service import context_service
@@ -89,7 +93,6 @@ class ChunksPower(Power[Chunks]):
 
         require_running(scheduler.tp_worker.model_runner, self.attention())
         self._ext = ext
-        self._counts: Counter[str] = Counter()
         layers = scheduler.model_config.num_hidden_layers
         self._unserved = refused(layers, get_parallel().tp_size)
         self.links = open_links(scheduler, ext, self.section)

@@ -18,6 +18,7 @@ from tier_kit import keys
 
 from sgl_ext.config import ExtConfig, SwapExperiment, load
 from sgl_ext.engine.chunks.power import ChunksPower
+from sgl_ext.engine.chunks.report import COUNTED
 from sgl_ext.engine.core import runtime
 from sgl_ext.engine.core.meta_info import told
 from sgl_ext.engine.core.power import Power
@@ -271,7 +272,8 @@ class Links:
         return req.rid not in self.coming
 
     def acquire(self, _req: Any, *, computing: bool = False) -> dict[str, Any]:
-        self.acquired = {"power": "chunks", "linked": 0 if computing else 3}
+        self.acquired: dict[str, Any] = {"power": "chunks", **dict.fromkeys(COUNTED, 0)}
+        self.acquired["linked"] = 0 if computing else 3
         return self.acquired
 
     def report(self, _req: Any) -> dict[str, Any]:
@@ -324,6 +326,7 @@ def test_linked_chunks_are_reported_once(ext: Any, adder: Any) -> None:
     for _ in range(2):
         admission._admit(admits, adder, req)
     assert [entry["linked"] for entry in told(req, "chunks")] == [3]
+    assert power.describe() == dict.fromkeys(COUNTED, 0) | {"requests": 1, "linked": 3}
     assert power.links.uses == 2  # type: ignore[attr-defined]
 
 
