@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Optional, Protocol
@@ -91,6 +91,14 @@ def text_of(file: Path) -> str:
     if not text.strip():
         raise ExtError(f"{file} has no text")
     return text
+
+
+def delete_each(delete: Callable[[str], None], ids: Iterable[str]) -> None:
+    """Deletes contexts one by one, and prints the id of each."""
+    with failing():
+        for id_ in ids:
+            delete(id_)
+            print(f"deleted {id_}")
 
 
 def fail(message: str, code: int = 1) -> NoReturn:

@@ -17,6 +17,7 @@ from sgl_ext.cli.app import (
     SaltOption,
     UrlOption,
     app,
+    delete_each,
     failing,
     print_json,
     progress,
@@ -88,11 +89,7 @@ def delete(
     cache_salt: SaltOption = None,
 ) -> None:
     """Deletes contexts; requests that already link them continue."""
-    cache = ContextCache(url, api_key, cache_salt)
-    with failing():
-        for id_ in ids:
-            cache.delete(id_)
-            print(f"deleted {id_}")
+    delete_each(ContextCache(url, api_key, cache_salt).delete, ids)
 
 
 def _print(contexts: tuple[ContextInfo, ...], *, as_json: bool) -> None:

@@ -22,14 +22,14 @@ _DISK = 2
 _TIERS = """\
 # KV that leaves the device pool goes to host memory and to SSDs, and is loaded, not computed.
 tiers:
-  # Memory of this machine for KV, taken at the start: a quarter of what is available now.
+  # Host memory for KV, allocated at start: a quarter of the memory available now.
   host: {{capacity: {host}}}
 """
 _SSD = """\
   ssd:
     # One directory for each device.
     directories: [{directories}]
-    # Of each directory: half of what is free now, for {tokens} tokens of a model of 8B.
+    # Capacity of each directory: half of its free space, {tokens} tokens of an 8B model in all.
     capacity: {disk}
 """
 _NO_SSD = """\

@@ -19,6 +19,7 @@ from sgl_ext.cli.app import (
     SaltOption,
     UrlOption,
     app,
+    delete_each,
     fail,
     failing,
     print_json,
@@ -99,11 +100,7 @@ def delete(
     cache_salt: SaltOption = None,
 ) -> None:
     """Deletes stored contexts; requests that follow them run to their end."""
-    server = StoredContexts(url, api_key, cache_salt)
-    with failing():
-        for id_ in ids:
-            server.delete(id_)
-            print(f"deleted {id_}")
+    delete_each(StoredContexts(url, api_key, cache_salt).delete, ids)
 
 
 @app.command()

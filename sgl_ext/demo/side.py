@@ -1,15 +1,14 @@
-"""What a demonstration shows side by side."""
+"""Columns of a demonstration, and the servers that they are measured on."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-
-import orjson
 
 from sgl_ext.models import SMOLLM2, prepare
 from sgl_ext.serving import server
@@ -30,9 +29,9 @@ class Side:
 
     title: str
     rows: Mapping[str, str] = field(default_factory=dict)
-    """What is shown, by its name."""
+    """Values of the column by the name of their row."""
     seconds: float | None = None
-    """What is compared between the columns, in seconds; None if it cannot be."""
+    """Duration by which the columns are compared, in seconds; None if there is none."""
 
 
 def of_reply(title: str, reply: Reply) -> Side:
@@ -57,12 +56,10 @@ def documents(repeated: int) -> list[str]:
     return [fact * repeated for fact in _FACTS]
 
 
-def system(name: str, config: Mapping[str, Any] | None, pool: int, *more: str) -> server.System:
-    """Returns a server with a configuration; None for stock SGLang."""
-    arguments = ["--max-total-tokens", str(pool), *server.BESIDE_OTHERS, *more]
-    if config is not None:
-        arguments += ["--page-size", "16", "--enable-ext"]
-        arguments += ["--ext-config", orjson.dumps(config).decode()]
+def system(name: str, config: Mapping[str, Any], pool: int) -> server.System:
+    """Returns a server with a configuration and a device pool of ``pool`` tokens."""
+    arguments = ["--max-total-tokens", str(pool), *server.BESIDE_OTHERS, "--page-size", "16"]
+    arguments += ["--enable-ext", "--ext-config", json.dumps(config)]
     return server.System(name, arguments, {"OMP_WAIT_POLICY": "PASSIVE"})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import requests
@@ -34,16 +34,23 @@ def generate(
     return found["text"], found["meta_info"]
 
 
-def wait_until_stored(url: str) -> None:
+def wait_until_stored(
+    url: str, states: Callable[[], Iterable[Mapping[str, Any]]] | None = None
+) -> None:
     """Waits until the server's tiers have stored all pages that they were given.
+
+    Args:
+        states: returns the states of the server's schedulers, if they need an API key to read.
 
     Raises:
         ExtError: they still store pages at the deadline.
     """
     give_up = time.monotonic() + _DEADLINE_S
+    states = states or (lambda: [live(url)])
     quiet = 0
     while time.monotonic() < give_up:
-        storing = any(tier["queue_depth"] for tier in live(url)["tiers"].values())
+        tiers = [tier for each in states() for tier in each.get("tiers", {}).values()]
+        storing = any(tier["queue_depth"] for tier in tiers)
         quiet = 0 if storing else quiet + 1
         if quiet == 3:
             return

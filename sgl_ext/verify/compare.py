@@ -40,7 +40,7 @@ class Reply(NamedTuple):
     """Tokens of the prompt by the source of their KV, such as ``device``, ``ssd`` or ``linked``;
     the rest was computed."""
     entries: tuple[Mapping[str, Any], ...]
-    """What the powers report of the request, as in ``meta_info.ext``."""
+    """Entries of the powers in ``meta_info.ext``."""
     seconds: float
     """Time to the first token, in seconds."""
 

@@ -112,14 +112,14 @@ class Verification:
         yield from self._control(passages[0])
         if self._against is not None:
             tell("asking the other server")
-            yield self._other(self._against, passages)
+            yield self._again(f"against {self._against.url}", self._against, passages)
         tell("asking again")
-        yield self._again("warm", passages)
+        yield self._again("warm", self._target, passages)
         if self._flush and self._pool <= _LARGEST_POOL:
             tell("filling the device pool")
             self._target.settle()
             self._texts.fill_pool(self._info)
-            yield self._again("evicted", passages)
+            yield self._again("evicted", self._target, passages)
         elif self._flush:
             yield Line(
                 "evicted", "note", f"not verified: a pool of {self._pool:,} tokens is not filled"
@@ -128,7 +128,7 @@ class Verification:
             tell("flushing the caches")
             self._target.settle()
             self._target.flush()
-            yield self._again("flushed", passages)
+            yield self._again("flushed", self._target, passages)
         tell("asking all at once")
         yield self._at_once(passages)
         yield from self._not_told()
@@ -170,17 +170,13 @@ class Verification:
             yield Line(
                 "model",
                 "note",
-                "repeats too little of what it reads: a wrong page may not be found",
+                "copies too little of its prompt for wrong KV to show in log-probabilities",
             )
 
-    def _again(self, step: str, passages: Sequence[_Passage]) -> Line:
+    def _again(self, step: str, of: Target, passages: Sequence[_Passage]) -> Line:
         # All before the first repetition, which takes room that may evict others.
-        replies = [self._target.answer(each.prompt, _ANSWER, likeliest=True) for each in passages]
-        return self._line(step, self._target, passages, replies)
-
-    def _other(self, other: Target, passages: Sequence[_Passage]) -> Line:
-        replies = [other.answer(each.prompt, _ANSWER, likeliest=True) for each in passages]
-        return self._line(f"against {other.url}", other, passages, replies)
+        replies = [of.answer(each.prompt, _ANSWER, likeliest=True) for each in passages]
+        return self._line(step, of, passages, replies)
 
     def _at_once(self, passages: Sequence[_Passage]) -> Line:
         def ask(each: _Passage) -> tuple[Reply, list[float]]:

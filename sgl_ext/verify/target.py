@@ -12,6 +12,7 @@ import requests
 
 from sgl_ext.client import refusal, with_scheme
 from sgl_ext.errors import ExtError
+from sgl_ext.serving.http import wait_until_stored
 from sgl_ext.verify.compare import Reply
 
 _DEADLINE_S = 600.0
@@ -88,26 +89,23 @@ class Target:
             body |= {"return_logprob": True, "top_logprobs_num": _LIKELIEST}
         if salt is not None:
             body["cache_salt"] = salt
-        events, seconds = self._events(body)
-        last = events[-1]
-        meta = last["meta_info"]
+        whole, seconds = self._whole(body)
+        meta = whole["meta_info"]
         reason = meta["finish_reason"] or {}
         if reason.get("type") not in ("length", "stop"):
             raise ExtError(
                 f"{self.url} has not answered: {reason.get('message', 'no reason given')}"
             )
         return Reply(
-            text="".join(each["text"] for each in events) if _parts(events) else last["text"],
-            tokens=tuple(_joined(events, "output_ids", events)),
+            text=whole["text"],
+            tokens=tuple(whole["output_ids"]),
             likeliest=tuple(
                 {token: logprob for logprob, token, *_ in each}
-                for each in _joined(events, "output_top_logprobs", [e["meta_info"] for e in events])
-            )
-            if likeliest
-            else (),
+                for each in meta.get("output_top_logprobs") or ()
+            ),
             prompt=meta["prompt_tokens"],
-            sources=_sources(events),
-            entries=tuple(_entries(events)),
+            sources=_sources(meta),
+            entries=tuple(meta.get("ext") or ()),
             seconds=seconds,
         )
 
@@ -138,14 +136,9 @@ class Target:
 
     def settle(self) -> None:
         """Waits until the tiers have stored all pages that they were given."""
-        give_up, quiet = time.monotonic() + _DEADLINE_S, 0
-        while quiet < 3:
-            states = [each.get("sgl_ext", {}) for each in self.info()["internal_states"]]
-            tiers = [tier for each in states for tier in each.get("tiers", {}).values()]
-            quiet = 0 if any(tier["queue_depth"] for tier in tiers) else quiet + 1
-            if time.monotonic() > give_up:
-                raise ExtError(f"the tiers of {self.url} still store pages after {_DEADLINE_S:g} s")
-            time.sleep(0.1)
+        wait_until_stored(
+            self.url, lambda: [each.get("sgl_ext", {}) for each in self.info()["internal_states"]]
+        )
 
     def flush(self) -> None:
         """Empties the caches in device and host memory; fails while the server has requests."""
@@ -156,8 +149,8 @@ class Target:
         """Returns the divergence of linked chunks that the server has measured at its start."""
         return self._json("GET", "/ext/chunks/fidelity")
 
-    def _events(self, body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], float]:
-        """Returns the events of a streamed answer, and the seconds until the first."""
+    def _whole(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
+        """Returns a streamed answer as a whole, and the seconds until its first event."""
         began, first, events = time.monotonic(), 0.0, []
         with self._ask("POST", "/generate", body, stream=True) as answer:
             try:
@@ -174,7 +167,7 @@ class Target:
                 case _:
                     said = "the stream ended early"
             raise ExtError(f"{self.url}/generate has not answered: {said}")
-        return events, first - began
+        return _joined(events), first - began
 
     def _json(self, verb: str, path: str, body: object = None) -> dict[str, Any]:
         answer = self._ask(verb, path, body)
@@ -212,41 +205,43 @@ class Target:
         return answer
 
 
-def _parts(events: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns whether each event has what is new only (``--incremental-streaming-output``)."""
-    told = sum(len(each["output_ids"]) for each in events)
-    return told == int(events[-1]["meta_info"]["completion_tokens"])
+def _joined(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the last event of a streamed answer with what all events have told.
+
+    With ``--incremental-streaming-output`` an event has only what is new since the one before it.
+    """
+    last = events[-1]
+    if sum(len(each["output_ids"]) for each in events) != last["meta_info"]["completion_tokens"]:
+        return last  # each event repeats those before it
+    metas = [each["meta_info"] for each in events]
+    lists = {
+        name: [one for meta in metas for one in meta.get(name) or ()]
+        for name in ("output_top_logprobs", "ext")
+    }
+    return {
+        "text": "".join(each["text"] for each in events),
+        "output_ids": [token for each in events for token in each["output_ids"]],
+        "meta_info": {**last["meta_info"], **lists},
+    }
 
 
-def _joined(
-    events: Sequence[Mapping[str, Any]], key: str, holders: Sequence[Mapping[str, Any]]
-) -> list[Any]:
-    """Returns the list ``key`` of a streamed answer, whether its events repeat or continue it."""
-    if not _parts(events):
-        return [*holders[-1][key]]
-    return [each for holder in holders for each in holder.get(key) or ()]
-
-
-def _entries(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns what the powers report of a request."""
-    found = [each["meta_info"].get("ext") or [] for each in events]
-    return [entry for each in found for entry in each] if _parts(events) else found[-1]
-
-
-def _sources(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def _sources(meta: Mapping[str, Any]) -> dict[str, int]:
     """Returns the tokens of a prompt by the source of their KV, of those that were not computed."""
     found: dict[str, int] = {}
-    for entry in _entries(events):
+    linked = 0
+    for entry in meta.get("ext") or ():
         match entry:
             case {"power": "tiers", "sources": sources}:
                 loaded = {name: each["tokens"] for name, each in sources.items()}
             case {"power": "restore", "loaded": loaded}:
                 pass
+            case {"power": "chunks"}:
+                linked += entry["linked"]
+                continue
             case _:
                 continue
         for name, tokens in loaded.items():
             found[name] = max(found.get(name, 0), tokens)
-    device = events[-1]["meta_info"]["cached_tokens"] - sum(found.values())
-    linked = sum(each["linked"] for each in _entries(events) if each["power"] == "chunks")
+    device = meta["cached_tokens"] - sum(found.values())
     found = {"device": device, **found, "linked": linked}
     return {name: tokens for name, tokens in found.items() if tokens > 0}

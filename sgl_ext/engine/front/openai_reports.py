@@ -29,7 +29,7 @@ _ENDED = re.compile(rb'"finish_reason":\s*"')
 
 @dataclass
 class Reports:
-    """What is known about the answers to a request."""
+    """Reports on the answers to one HTTP request."""
 
     entries: dict[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     """Entries on each choice, by its index; choices without entries are left out."""
