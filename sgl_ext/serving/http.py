@@ -26,12 +26,26 @@ def generate(
     Raises:
         ExtError: the server does not answer, or it refuses the request.
     """
+    found = send(url, prompt, {"temperature": 0, "max_new_tokens": tokens, "stop": stop})
+    return found["text"], found["meta_info"]
+
+
+def send(url: str, prompt: str | Sequence[int], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the answer of a server's ``/generate``.
+
+    Args:
+        prompt: text or token ids.
+        parameters: ``sampling_params``.
+
+    Raises:
+        ExtError: the server does not answer, or it refuses the request.
+    """
     body = {
         "text" if isinstance(prompt, str) else "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "stop": stop},
+        "sampling_params": parameters,
     }
-    found = _answer("POST", f"{url}/generate", body, checked=True).json()
-    return found["text"], found["meta_info"]
+    found: dict[str, Any] = _answer("POST", f"{url}/generate", body, checked=True).json()
+    return found
 
 
 def wait_until_stored(

@@ -5,7 +5,8 @@ several orders, so that a radix cache finds few shared prefixes. Chunks are eith
 documents, or documents merged into chunks of 512 tokens. Contexts are created before anything is
 timed, as an application would do; the documents that prime them are in none of the prompts.
 ``stock`` is SGLang with its radix cache. Speed and load are measured in the precision that is
-fastest on the machine; answers are compared in float32.
+fastest on the machine; answers are compared in float32. The part ``lengths`` measures TTFT to four
+times the positions that the model was trained on.
 
 A whole run takes hours. An interrupted run continues with the prompt at which it stopped if it is
 given the same ``--out``; it measures load and creation again. It must continue on the same machine,
@@ -14,6 +15,7 @@ because all systems are measured on a prompt one after another.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,14 +52,19 @@ class _Sizes:
     load: LoadSizes
     accuracy: AccuracySizes
     creation: CreationSizes
+    lengths: SpeedSizes
+    """Sizes of the part ``lengths``."""
 
 
+_BY_LENGTH = ("blend-15", "lego-16", DEFAULT)
+_POSITIONS = json.dumps({"max_position_embeddings": 40_960})
 _QUICK = _Sizes(
     80_000,
     SpeedSizes({1024: 2, 4096: 2}, orders=2, methods=_COMPARED, as_they_are=1),
     LoadSizes(requests=6, rounds=1, methods=_COMPARED),
     AccuracySizes(_COMPARED, _COMPARED, as_they_are=10, needles=20, needle_length=2048),
     CreationSizes(1, (DEFAULT,)),
+    SpeedSizes({1024: 1, 2048: 1}, orders=1, methods=_BY_LENGTH, as_they_are=0),
 )
 _WHOLE = _Sizes(
     300_000,
@@ -74,10 +81,11 @@ _WHOLE = _Sizes(
         needle_length=2048,
     ),
     CreationSizes(4, ("lego-16", QUERY, "primed", DEFAULT)),
+    SpeedSizes({1024: 3, 4096: 2, 7936: 2, 32_768: 1}, orders=2, methods=_BY_LENGTH, as_they_are=0),
 )
 
 
-PARTS = ("speed", "load", "creation", *ACCURACY)
+PARTS = ("speed", "load", "creation", "lengths", *ACCURACY)
 
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
@@ -102,6 +110,10 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
                 Load(stock, ours, template, sizes.load).report(report)
             if "creation" in parts:
                 Creation(stock, ours, template, sizes.creation).report(report)
+    if "lengths" in parts:
+        longer = systems(sizes.pool, "--json-model-override-args", _POSITIONS)
+        with server.serve(longer, model, out / "logs" / "lengths") as (stock, ours):
+            Speed(stock, ours, template, sizes.lengths, partial).report_lengths(report)
     if {*ACCURACY} & {*parts}:
         exact, logs = systems(_COMPARED_POOL, *EXACT), out / "logs" / "compared"
         with server.serve(exact, model, logs) as (stock, ours):

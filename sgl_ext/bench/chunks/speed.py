@@ -1,7 +1,12 @@
-"""TTFT of linked prompts, by the length of the prompt."""
+"""TTFT of linked prompts, by the length of the prompt.
+
+Prompts longer than the model's positions need servers whose model has more of them; their answers
+mean nothing, but computing them takes as long as with a model that was trained on such lengths.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial as partial_of
@@ -31,6 +36,8 @@ class SpeedSizes:
     methods: Sequence[str]
     as_they_are: int
     """Number of prompts whose chunks are unchanged documents."""
+    stock_most: int = 8192
+    """Length of the longest prompts that the stock server computes, in tokens."""
 
 
 class Speed:
@@ -68,6 +75,29 @@ class Speed:
         figures["ttft_speedup_vs_full_4k"] = ratio_of_medians(at_4k["stock"], at_4k[DEFAULT])
         figures["ttft_speedup_vs_blend15_4k"] = ratio_of_medians(at_4k["blend-15"], at_4k[DEFAULT])
 
+    def report_lengths(self, report: Report) -> None:
+        """Adds the runs of TTFT, and figures of how it grows with the length of the prompt.
+
+        The growth between two lengths is the exponent of the length: 0 if TTFT does not depend on
+        it, 1 if it is proportional to it.
+        """
+        merged = {length: self._merged(length) for length in self._sizes.lengths}
+        for length, systems in merged.items():
+            _report(report, f"ttft, chunks of 512, {length} tokens", systems)
+            for name in [*systems][: -1 if DEFAULT in systems else None]:
+                report.figures[f"ttft_speedup_vs_{name}_{length}"] = ratio_of_medians(
+                    systems[name], systems[DEFAULT]
+                )
+        shortest = min(merged)
+        for length, systems in merged.items():
+            if length == shortest:
+                continue
+            for name, seconds in systems.items():
+                grown = ratio_of_medians(seconds, merged[shortest][name])
+                report.figures[f"ttft_growth_of_{name}_{length}"] = math.log(grown) / math.log(
+                    length / shortest
+                )
+
     def _merged(self, length: int) -> dict[str, list[float]]:
         """Returns the TTFTs of prompts of merged documents in seconds, by system."""
         by_order = [
@@ -77,7 +107,11 @@ class Speed:
             )
             for order in range(self._sizes.orders)
         ]  # fmt: skip
-        return self._first_tokens(f"{length} tokens", by_order)
+        return self._first_tokens(f"{length} tokens", by_order, self._systems(length))
+
+    def _systems(self, length: int) -> tuple[str, ...]:
+        stock = ("stock",) if length <= self._sizes.stock_most else ()
+        return (*stock, *self._sizes.methods)
 
     def _as_they_are(self) -> dict[str, list[float]]:
         most = self._sizes.as_they_are + 1
@@ -85,27 +119,29 @@ class Speed:
             document_prompts(self._template, self._asked, most, seed=order)
             for order in range(self._sizes.orders)
         ]
-        return self._first_tokens("as they are", by_order)
+        return self._first_tokens("as they are", by_order, self._systems(0))
 
     def _first_tokens(
-        self, what: str, by_order: Sequence[Sequence[Prompt]]
+        self, what: str, by_order: Sequence[Sequence[Prompt]], systems: Sequence[str]
     ) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {name: [] for name in ("stock", *self._sizes.methods)}
+        found: dict[str, list[float]] = {name: [] for name in systems}
         warm, *others = zip(*by_order, strict=True)
         names = [f"ttft, {what}, {prompts[0].name}" for prompts in others]
         if not all(name in self._partial for name in names):
-            self._times(warm[:1], 0)  # the first requests of a process are slow
+            self._times(warm[:1], 0, systems)  # the first requests of a process are slow
         for number, (name, prompts) in enumerate(zip(names, others, strict=True)):
-            times = self._partial.find(name, partial_of(self._times, prompts, number))
+            times = self._partial.find(name, partial_of(self._times, prompts, number, systems))
             for system, seconds in times.items():
                 found[system] += seconds
         return found
 
-    def _times(self, orders: Sequence[Prompt], number: int) -> dict[str, list[float]]:
+    def _times(
+        self, orders: Sequence[Prompt], number: int, systems: Sequence[str]
+    ) -> dict[str, list[float]]:
         """Returns the TTFT of each order of a prompt in seconds, by system."""
         from sgl_ext.bench.harness.load_generator import Request, run
 
-        found: dict[str, list[float]] = {name: [] for name in ("stock", *self._sizes.methods)}
+        found: dict[str, list[float]] = {name: [] for name in systems}
         with nothing_missing(self._ours.url):
             named = {name: self._contexts.create(orders[0], name) for name in self._sizes.methods}
             # Orders that begin with the same chunk would share a prefix.
@@ -115,9 +151,8 @@ class Speed:
                     name: (self._ours.url, Request(text_of(prompt, ids), 1))
                     for name, ids in named.items()
                 }
-                systems = [*found]
                 first = (number + order) % len(systems)
-                for system in systems[first:] + systems[:first]:
+                for system in (*systems[first:], *systems[:first]):
                     url, request = requests[system]
                     found[system].append(run(url, [request])[0].ttft)
         return found

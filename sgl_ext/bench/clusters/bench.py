@@ -3,7 +3,8 @@
 A server records keys and queries of real texts. The part ``mass`` calculates from them the share
 of the attention that a selection covers, and the part ``heads`` that of a selection for each KV
 head. In the parts ``answers``, ``continuing``, ``joined`` and ``serving``, servers follow stored
-contexts; in the part ``storing``, they store one.
+contexts; in the part ``storing``, they store one. The part ``against`` compares a stored context
+with dense attention.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sgl_ext.bench.clusters.against import report_against
 from sgl_ext.bench.clusters.answers import report_answers
 from sgl_ext.bench.clusters.continuing import report_continuing
 from sgl_ext.bench.clusters.heads import report_heads
@@ -28,7 +30,7 @@ from sgl_ext.bench.harness.report import Report
 from sgl_ext.models import SMOLLM2, prepare
 from sgl_ext.serving import server
 
-PARTS = ("mass", "heads", "answers", "continuing", "joined", "serving", "storing")
+PARTS = ("mass", "heads", "answers", "continuing", "joined", "serving", "storing", "against")
 _DEVICES = 4
 _BY_HEAD = 2
 """Number of contexts of which each KV head has a selection of its own."""
@@ -51,10 +53,14 @@ class _Sizes:
     """Length of the context whose storage is measured, in tokens."""
     stores: int
     """Number of times that it is stored."""
+    batches: Sequence[int]
+    """Numbers of requests at once that are compared with dense attention."""
 
 
-_QUICK = _Sizes((2048,), 100, 8192, (0.1,), 2, 2000, 1)
-_WHOLE = _Sizes((4096, 5120, 6144, 6656, 4608), 301, 20_000, (0.1, 0.2, 1.0), 10, 7000, 3)
+_QUICK = _Sizes((2048,), 100, 8192, (0.1,), 2, 2000, 1, (1, 4))
+_WHOLE = _Sizes(
+    (4096, 5120, 6144, 6656, 4608), 301, 20_000, (0.1, 0.2, 1.0), 10, 7000, 3, (1, 4, 8)
+)
 
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
@@ -86,6 +92,13 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
         _find(
             report, partial, "storing",
             lambda found: report_storing(found, model, longest, sizes.stores, out),
+        )  # fmt: skip
+    if "against" in parts:
+        _find(
+            report, partial, "against",
+            lambda found: report_against(
+                found, model, read[-2:][0], sizes.batches, -(-sizes.rounds // 2), out
+            ),
         )  # fmt: skip
     if "mass" in parts:
         report_mass(report, observed, partial)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sgl_ext.bench.harness.report import Report
+from sgl_ext.bench.peer.arrivals import ArrivalSizes, report_arrivals
 from sgl_ext.bench.peer.context import report_context
 from sgl_ext.bench.peer.decode import DecodeSizes, report_decode
 from sgl_ext.bench.peer.interference import report_interference
@@ -14,7 +15,7 @@ from sgl_ext.bench.peer.resize import report_resize
 from sgl_ext.bench.peer.servers import PAGE, Lent
 from sgl_ext.bench.peer.ttft import TtftSizes, report_ttft
 
-PARTS = ("resize", "context", "ttft", "decode", "interference")
+PARTS = ("resize", "context", "ttft", "arrivals", "decode", "interference")
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,16 @@ class _Sizes:
     rounds: int
     """Number of rounds of the worker's requests in each situation."""
     decode: DecodeSizes
+    arrivals: ArrivalSizes
 
 
 _QUICK = _Sizes(
-    512, TtftSizes(3, 2, 1024, 2048, 6144), 3, DecodeSizes(512, 2048, (256, 1024), 2)
+    512, TtftSizes(3, 2, 1024, 2048, 6144), 3, DecodeSizes(512, 2048, (256, 1024), 2),
+    ArrivalSizes(2, 3000, 4096, 12_288, 4, (0,)),
 )  # fmt: skip
 _WHOLE = _Sizes(
-    1904, TtftSizes(6, 8, 5632, 8192, 49_152), 6, DecodeSizes(1024, 6144, (640, 2048, 6144), 10)
+    1904, TtftSizes(6, 8, 5632, 8192, 49_152), 6, DecodeSizes(1024, 6144, (640, 2048, 6144), 10),
+    ArrivalSizes(4, 20_000, 24_576, 98_304, 16, (0, 1, 2)),
 )  # fmt: skip
 
 
@@ -45,6 +49,8 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
         report_context(report, sizes.local, _contexts(sizes.local), logs / "context")
     if "ttft" in parts:
         report_ttft(report, sizes.ttft, logs / "ttft")
+    if "arrivals" in parts:
+        report_arrivals(report, sizes.arrivals, logs / "arrivals")
     if "decode" in parts:
         report_decode(report, sizes.decode, logs / "decode")
     if "interference" in parts:

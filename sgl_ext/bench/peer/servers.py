@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_ext.errors import ExtError
-from sgl_ext.models import SMOLLM2, prepare, untrained
+from sgl_ext.models import SMOLLM2, prepare, shortened, untrained
 from sgl_ext.serving.http import live
 from sgl_ext.serving.server import BESIDE_OTHERS, Server, System, serve
 
@@ -40,12 +40,36 @@ class Lent:
         borrowed: tokens that fit the memory that the worker lends.
         stream: see :class:`~sgl_ext.config.Peer`.
         emulate: bytes per second of the link to the worker's memory; None: not slowed down.
+        layers: number of layers of the master's model, the first of SmolLM2's.
+        positions: number of positions of the master's model; None for those it was trained on.
     """
 
     local: int
     borrowed: int
     stream: str
     emulate: int | None = None
+    layers: int = LAYERS
+    positions: int | None = None
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes of a token of the master's model."""
+        return TOKEN_BYTES // LAYERS * self.layers
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Arguments of all servers of the master's model."""
+        if self.positions is None:
+            return COMMON
+        return (
+            *COMMON,
+            "--json-model-override-args", json.dumps({"max_position_embeddings": self.positions}),
+        )  # fmt: skip
+
+    @property
+    def model(self) -> Path:
+        """Directory of the master's model."""
+        return prepare(SMOLLM2) if self.layers == LAYERS else shortened(SMOLLM2, self.layers)
 
     @property
     def buffers(self) -> int:
@@ -55,7 +79,7 @@ class Lent:
     @property
     def formula(self) -> float:
         """Tokens that fit own and borrowed memory by Eq. 5, not rounded to blocks."""
-        return self.local + self.borrowed * (1 - self.buffers / LAYERS)
+        return self.local + self.borrowed * (1 - self.buffers / self.layers)
 
 
 def peer(role: str, directory: Path, **more: Any) -> tuple[str, ...]:
@@ -95,7 +119,7 @@ def pair(
         ExtError: a server did not start, or the worker does not lend.
     """
     environments = environments or {}
-    capacity = setup.borrowed * TOKEN_BYTES
+    capacity = setup.borrowed * setup.token_bytes
     both = {"capacity": f"{capacity}B"}
     stream: dict[str, Any] = {"stream": setup.stream}
     if setup.emulate is not None:
@@ -103,12 +127,12 @@ def pair(
     with ExitStack() as stack:
         name = stack.enter_context(tempfile.TemporaryDirectory(prefix="sgl_ext-peers-"))
         directory = Path(name)
-        tokens = worker_tokens(setup.borrowed, own)
+        tokens = worker_tokens(setup.borrowed, own, setup.token_bytes)
         systems = [
             System(
                 "master",
                 (
-                    *COMMON, "--max-total-tokens", str(setup.local),
+                    *setup.arguments, "--max-total-tokens", str(setup.local),
                     *peer("master", directory, **both, **stream),
                 ),
                 environments.get("master", {}),
@@ -123,25 +147,25 @@ def pair(
             ),
             *beside,
         ]  # fmt: skip
-        servers = stack.enter_context(serve(systems, prepare(SMOLLM2), logs))
-        wait_until_lent(servers[0], setup.borrowed)
+        servers = stack.enter_context(serve(systems, setup.model, logs))
+        wait_until_lent(servers[0], setup.borrowed, setup.token_bytes)
         yield servers
 
 
-def borrowed(master: Server) -> int:
+def borrowed(master: Server, token_bytes: int = TOKEN_BYTES) -> int:
     """Returns the tokens that a master has borrowed from its workers, in whole blocks."""
     found = live(master.url)["peer"]["borrowed_bytes"]
-    return int(found // (TOKEN_BYTES * PAGE) * PAGE)
+    return int(found // (token_bytes * PAGE) * PAGE)
 
 
-def wait_until_lent(master: Server, tokens: int) -> None:
+def wait_until_lent(master: Server, tokens: int, token_bytes: int = TOKEN_BYTES) -> None:
     """Waits until the master has borrowed all but two blocks of ``tokens`` tokens.
 
     Raises:
         ExtError: it has not borrowed them within a minute.
     """
     end = time.monotonic() + _LEND_DEADLINE_S
-    while (found := borrowed(master)) < tokens - 2 * PAGE:
+    while (found := borrowed(master, token_bytes)) < tokens - 2 * PAGE:
         if time.monotonic() > end:
             raise ExtError(f"{master.url} has borrowed {found} tokens of its worker, not {tokens}")
         time.sleep(0.1)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from sgl_ext.bench.data.conversations import conversations
 from sgl_ext.bench.harness.report import Report, summary
-from sgl_ext.bench.peer.servers import COMMON, PAGE, TOKEN_BYTES, Lent, pair
+from sgl_ext.bench.peer.servers import COMMON, PAGE, Lent, pair
 from sgl_ext.errors import ExtError
 from sgl_ext.models import SMOLLM2, prepare
 from sgl_ext.serving.http import forget, live
@@ -58,10 +58,8 @@ class TtftSizes:
 
 def report_ttft(report: Report, sizes: TtftSizes, logs: Path) -> None:
     """Adds runs and figures, with both links slowed down and as they are."""
-    model = prepare(SMOLLM2)
-    texts = _texts(model, sizes)
-    compute = _compute_seconds(model, logs / "compute")
-    host = int(HISTORY * TOKEN_BYTES / (LOAD_OVER_COMPUTE * compute))
+    texts = texts_of(prepare(SMOLLM2), sizes.held, sizes.history + sizes.turns * NEW)
+    compute, host = link_of(Lent(sizes.local, sizes.borrowed, "direct"), logs / "compute")
     report.runs.append(
         {
             "what": "link",
@@ -88,7 +86,7 @@ def report_ttft(report: Report, sizes: TtftSizes, logs: Path) -> None:
         for system, ttft in times.items():
             row = {"what": f"ttft, {name}", "system": system, "samples": len(ttft)}
             report.runs.append(row | summary(ttft, "ttft_ms", 1e3))
-        ratio = _p99(times["peer"]) / _p99(times["hicache"])
+        ratio = p99(times["peer"]) / p99(times["hicache"])
         if rate is None:
             report.figures["p99_ttft_ratio_vs_hicache_native"] = ratio
             continue
@@ -96,14 +94,13 @@ def report_ttft(report: Report, sizes: TtftSizes, logs: Path) -> None:
         report.figures["load_share_exposed"] = waited / sum(times["peer"])
 
 
-def _texts(model: Path, sizes: TtftSizes) -> list[list[int]]:
-    """Returns one text for each conversation, as long as its last prompt, as token ids."""
-    length = sizes.history + sizes.turns * NEW
+def texts_of(model: Path, count: int, length: int) -> list[list[int]]:
+    """Returns texts of ``length`` tokens, as token ids ``[count][length]``."""
     each = -(-length // _SHAREGPT[0])
-    parts = conversations(model, sizes.held * each, turns=1, tokens=_SHAREGPT)
+    parts = conversations(model, count * each, turns=1, tokens=_SHAREGPT)
     texts = [
         [*chain.from_iterable(part.heard[0] for part in parts[at * each : (at + 1) * each])]
-        for at in range(sizes.held)
+        for at in range(count)
     ]
     return [text[:length] for text in texts]
 
@@ -155,15 +152,25 @@ def _ask(server: Server, prompt: Sequence[int], cached: int = 0) -> float:
     return timing.ttft
 
 
-def _compute_seconds(model: Path, logs: Path) -> float:
-    """Returns the median seconds to compute ``NEW`` tokens behind ``HISTORY`` cached ones."""
+def link_of(setup: Lent, logs: Path) -> tuple[float, int]:
+    """Returns the speed of a link to host memory that has the ratios of the paper's Figure 1.
+
+    Returns:
+        The median seconds to compute ``NEW`` tokens behind ``HISTORY`` cached ones, and the bytes
+        per second of the link.
+    """
+    compute = _compute_seconds(setup, logs)
+    return compute, int(HISTORY * setup.token_bytes / (LOAD_OVER_COMPUTE * compute))
+
+
+def _compute_seconds(setup: Lent, logs: Path) -> float:
     from sgl_ext.bench.harness.load_generator import Request, run
 
     chance = random.Random(0)  # noqa: S311
     ids = [chance.randrange(1000, 40_000) for _ in range(HISTORY)]
-    system = System("alone", (*COMMON, "--max-total-tokens", "16384", "--enable-ext"))
+    system = System("alone", (*setup.arguments, "--max-total-tokens", "16384", "--enable-ext"))
     times = []
-    with serve([system], model, logs) as (server,):
+    with serve([system], setup.model, logs) as (server,):
         for _ in range(5):
             new = [chance.randrange(1000, 40_000) for _ in range(NEW)]
             (timing,) = run(server.url, [Request([*ids, *new], 1)])
@@ -172,5 +179,6 @@ def _compute_seconds(model: Path, logs: Path) -> float:
     return statistics.median(times)
 
 
-def _p99(samples: Sequence[float]) -> float:
+def p99(samples: Sequence[float]) -> float:
+    """Returns the 99th percentile."""
     return statistics.quantiles(samples, n=100, method="inclusive")[98]

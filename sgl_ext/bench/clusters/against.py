@@ -1,0 +1,179 @@
+"""TTFT and time per token over a long context: dense attention, and a stored context.
+
+Requests of a batch share the context and have prompts of their own. With dense attention, the KV of
+the context is in the device pool, or comes from host memory for the first token; a stored context
+is on devices, and the device pool holds only what is behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+
+from sgl_ext.bench.clusters.answers import follows, store
+from sgl_ext.bench.clusters.samples import Sample, stored_system
+from sgl_ext.bench.harness.report import Report, summary
+from sgl_ext.errors import ExtError
+from sgl_ext.serving import server
+from sgl_ext.serving.http import live, send, wait_until_stored
+
+DENSE, HOST, STORED = "dense, KV in the device pool", "dense, KV from host memory", "stored"
+_DEVICES = 4
+_PROMPT, _ANSWER = 24, 32
+_SHARES = (0.05, 0.1, 0.25)
+_STORED_POOL = 2048
+"""Device pool of the server that follows the stored context, in tokens."""
+_BLOCKS = ("fetched", "prefetched", "in_memory")
+_FIRST = 1000
+"""Token id below the first tokens of prompts, which differ."""
+_SMALL = 64
+"""Tokens of a pool beside one context and its batch; a second context does not fit."""
+
+Ask = Callable[[Sequence[int], int], None]
+"""Sends a prompt of own tokens behind the context, and the number of tokens of its answer."""
+
+
+@dataclass
+class _Measured:
+    """Measurements of one system and batch size, in seconds."""
+
+    ttft: list[float] = field(default_factory=list)
+    """Time until each request of a batch has its first token."""
+    token: list[float] = field(default_factory=list)
+    """Time per token of a batch."""
+
+
+def report_against(
+    report: Report, model: Path, sample: Sample, batches: Sequence[int], rounds: int, out: Path
+) -> None:
+    """Measures the systems with batches of several sizes; adds their figures.
+
+    Args:
+        sample: context, and text of which prompts are made.
+        batches: numbers of requests that are sent at once.
+        rounds: number of measured batches of each size.
+    """
+    context = sample.context
+    room = max(batches) * (_PROMPT + _ANSWER + 2) + _SMALL
+    host = json.dumps({"tiers": {"host": {"capacity": "1GiB"}}})
+    dense = ("--max-total-tokens", str(len(context) + room), *server.BESIDE_OTHERS)
+    with tempfile.TemporaryDirectory(dir=out, prefix="clusters-") as scratch:
+        section = {"hot": "8MiB", "largest": max(_SHARES)}
+        systems = [
+            server.System(DENSE, dense),
+            server.System(HOST, (*dense, "--enable-ext", "--ext-config", host)),
+            stored_system(STORED, Path(scratch), _DEVICES, _STORED_POOL, section),
+        ]
+        with server.serve(systems, model, out / "logs") as (in_pool, from_host, stored):
+            id_ = store(stored.url, context)
+            asks: dict[str, Ask] = {
+                DENSE: _dense(in_pool.url, context),
+                HOST: _dense(from_host.url, context),
+            } | {_name(share): _following(stored.url, id_, share) for share in _SHARES}
+            found = {key: _Measured() for key in product(asks, batches)}
+            prompts = _Prompts(sample.unseen)
+            for at in range(rounds + 1):
+                for batch in batches:
+                    for name in [*asks][at % len(asks) :] + [*asks][: at % len(asks)]:
+                        if name == HOST:
+                            _displace(from_host.url, context)
+                        # The first round opens the context and warms the servers up.
+                        into = found[name, batch] if at else _Measured()
+                        _measure(asks[name], prompts.take(batch), into)
+            blocks = live(stored.url)["clusters"]["open"][id_]
+    for (system, batch), one in found.items():
+        report.runs.append(
+            {"what": "against", "system": system, "batch": batch, "tokens": len(context),
+             "samples": rounds, "tokens_per_s": batch / statistics.median(one.token)}
+            | summary(one.ttft, "ttft_ms", 1e3)
+            | summary(one.token, "token_ms", 1e3)
+        )  # fmt: skip
+    report.runs.append({"what": "against, blocks", **{name: blocks[name] for name in _BLOCKS}})
+    for batch in batches:
+        for share in _SHARES:
+            ours = found[_name(share), batch]
+            at = f"{100 * share:g}_batch_{batch}"
+            report.figures[f"tokens_per_s_to_dense_{at}"] = _ratio(
+                found[DENSE, batch].token, ours.token
+            )
+            report.figures[f"ttft_to_host_{at}"] = _ratio(ours.ttft, found[HOST, batch].ttft)
+
+
+class _Prompts:
+    """Prompts of text, none of which begins as an earlier one.
+
+    Args:
+        text: token ids that prompts are made of.
+    """
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self._text, self._taken = text, 0
+
+    def take(self, count: int) -> list[list[int]]:
+        """Returns the next prompts, ``[count][tokens]``."""
+        found = []
+        for _ in range(count):
+            self._taken += 1
+            at = self._taken * 7 % (len(self._text) - _PROMPT)
+            found.append([_FIRST + self._taken, *self._text[at : at + _PROMPT - 1]])
+        return found
+
+
+def _name(share: float) -> str:
+    return f"{STORED}, {share:.0%}"
+
+
+def _dense(url: str, context: Sequence[int]) -> Ask:
+    def ask(prompt: Sequence[int], tokens: int) -> None:
+        send(url, [*context, *prompt], _params(tokens))
+
+    return ask
+
+
+def _following(url: str, context: str, share: float) -> Ask:
+    def ask(prompt: Sequence[int], tokens: int) -> None:
+        send(url, prompt, {**_params(tokens), "custom_params": follows(context, share)})
+
+    return ask
+
+
+def _params(tokens: int) -> dict[str, object]:
+    return {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+
+
+def _displace(url: str, context: Sequence[int]) -> None:
+    """Evicts the context from the device pool, so that its KV is in host memory only."""
+    wait_until_stored(url)
+    send(url, [*reversed(context)], _params(1))
+    wait_until_stored(url)
+
+
+def _measure(ask: Ask, prompts: Sequence[Sequence[int]], measured: _Measured) -> None:
+    """Measures a batch: its first tokens, and its further ones behind cached prompts."""
+    first = _seconds(ask, prompts, 1)
+    short = _seconds(ask, prompts, 1)
+    long = _seconds(ask, prompts, 1 + _ANSWER)
+    if long <= short:
+        raise ExtError("the answer of one token took longer than the long one; repeat the run")
+    measured.ttft.append(first)
+    measured.token.append((long - short) / _ANSWER)
+
+
+def _seconds(ask: Ask, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        begin = time.perf_counter()
+        for each in [threads.submit(ask, prompt, tokens) for prompt in prompts]:
+            each.result()
+        return time.perf_counter() - begin
+
+
+def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    """Returns the median ratio of measurements of the same rounds."""
+    return statistics.median(one / other for one, other in zip(above, below, strict=True))
