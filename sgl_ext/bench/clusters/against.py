@@ -99,11 +99,11 @@ def report_against(
     for batch in batches:
         for share in _SHARES:
             ours = found[_name(share), batch]
-            at = f"{100 * share:g}_batch_{batch}"
-            report.figures[f"tokens_per_s_to_dense_{at}"] = _ratio(
+            name = f"{100 * share:g}_batch_{batch}"
+            report.figures[f"tokens_per_s_to_dense_{name}"] = _ratio(
                 found[DENSE, batch].token, ours.token
             )
-            report.figures[f"ttft_to_host_{at}"] = _ratio(ours.ttft, found[HOST, batch].ttft)
+            report.figures[f"ttft_to_host_{name}"] = _ratio(ours.ttft, found[HOST, batch].ttft)
 
 
 class _Prompts:
