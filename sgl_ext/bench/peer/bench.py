@@ -31,11 +31,11 @@ class _Sizes:
 
 _QUICK = _Sizes(
     512, TtftSizes(3, 2, 1024, 2048, 6144), 3, DecodeSizes(512, 2048, (256, 1024), 2),
-    ArrivalSizes(2, 3000, 4096, 12_288, 4, (0,)),
+    ArrivalSizes(2, 3000, 4096, 8192, 4, (0,)),
 )  # fmt: skip
 _WHOLE = _Sizes(
     1904, TtftSizes(6, 8, 5632, 8192, 49_152), 6, DecodeSizes(1024, 6144, (640, 2048, 6144), 10),
-    ArrivalSizes(4, 20_000, 24_576, 98_304, 16, (0, 1, 2)),
+    ArrivalSizes(3, 20_000, 28_672, 65_536, 9, (0, 1, 2)),
 )  # fmt: skip
 
 
