@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from sgl_ext.bench.harness import machine
+from sgl_ext.bench.harness.runs import kinds, tables
 
 SCHEMA = 1
 
@@ -51,23 +51,12 @@ class Report:
     def print(self) -> None:
         """Prints the runs as tables and the figures below them."""
         console = Console()
-        # One table for each kind of measurement, because their columns differ.
-        kinds = [str(run.get("what", "")).partition(" ")[0] for run in self.runs]
-        for kind in dict.fromkeys(kinds):
-            runs = [run for run, of in zip(self.runs, kinds, strict=True) if of == kind]
-            columns = list(dict.fromkeys(key for run in runs for key in run))
-            table = Table(*columns, title=f"bench {self.name}")
-            for run in runs:
-                table.add_row(*(_cell(run.get(column)) for column in columns))
-            console.print(table)
+        for kind in kinds(self.runs):
+            title = f"bench {self.name}: {kind.name}".rstrip(": ")
+            for table in tables(kind, title, console.width):
+                console.print(table)
         for key, value in self.figures.items():
             console.print(f"figures.{key} = {value:.3f}", highlight=False)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.3f}"
-    return "" if value is None else str(value)
 
 
 def summary(samples: Sequence[float], prefix: str, scale: float = 1.0) -> dict[str, float]:

@@ -1,0 +1,143 @@
+"""Writes records of benchmarks as one HTML page, with tables and plots.
+
+``python -m sgl_ext.bench.html RECORD.json… [--out report.html]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from sgl_ext.bench.harness.runs import Kind, cell, kinds
+from sgl_ext.errors import ExtError
+
+_MEDIAN = "_p50"
+_PLOTS = 3
+"""Most plots of a kind of measurement."""
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>sgl_ext: benchmarks</title><style>
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
+table { border-collapse: collapse; margin: .5rem 0 1.5rem; font-variant-numeric: tabular-nums }
+th, td { padding: .15rem .7rem .15rem 0; text-align: right; border-bottom: 1px solid #ddd }
+th.name, td.name { text-align: left }
+.plot td { border: 0 } .plot caption { text-align: left; font-weight: 600 }
+.plot, .bar { width: 100% } .plot .name { white-space: nowrap }
+.bar div { background: #2b7bba; height: 1em; min-width: 1px }
+.quiet { color: #666 } div.wide { overflow-x: auto }
+@media (prefers-color-scheme: dark) {
+  body { background: #181818; color: #ddd } th, td { border-color: #444 } .quiet { color: #999 } }
+</style></head><body>
+{%- for record in records %}
+<h1 id="{{ record.name }}">{{ record.name }}</h1>
+<p class="quiet">{{ record.machine }}<br>{{ record.config }}</p>
+{%- for kind in record.kinds %}
+<h2>{{ kind.of.name or record.name }}</h2>
+{%- for plot in kind.plots %}
+<table class="plot"><caption>{{ plot.title }}</caption>
+{%- for label, (value, length) in plot.bars.items() %}
+<tr><td class="name">{{ label }}</td><td class="bar"><div style="width: {{ length }}%"></div></td>
+<td>{{ value | cell }}</td></tr>
+{%- endfor %}</table>
+{%- endfor %}
+<div class="wide"><table><tr>
+{%- for key in kind.of.keys %}<th class="name">{{ key }}</th>{% endfor %}
+{%- for value in kind.of.values %}<th>{{ value }}</th>{% endfor %}</tr>
+{%- for run in kind.of.runs %}
+<tr>{% for key in kind.of.keys %}<td class="name">{{ run.get(key) | cell }}</td>{% endfor %}
+{%- for value in kind.of.values %}<td>{{ run.get(value) | cell }}</td>{% endfor %}</tr>
+{%- endfor %}</table></div>
+<p class="quiet">{{ kind.of.caption }}</p>
+{%- endfor %}
+<h2>Figures</h2>
+<table>{% for name, value in record.figures.items() %}
+<tr><td class="name">{{ name }}</td><td>{{ value | cell }}</td></tr>{% endfor %}</table>
+{%- endfor %}
+</body></html>
+"""
+
+
+class Plot(NamedTuple):
+    """Bars of the values of a column."""
+
+    title: str
+    bars: Mapping[str, tuple[float, float]]
+    """Value of each run, and length of its bar in per cent, by the label of the run."""
+
+
+class Record(msgspec.Struct):
+    """Record of a benchmark, as :class:`~sgl_ext.bench.harness.report.Report` writes it."""
+
+    name: str
+    machine: dict[str, Any]
+    config: dict[str, Any]
+    figures: dict[str, float]
+    runs: list[dict[str, Any]]
+
+
+def page(records: Sequence[Record]) -> str:
+    """Returns the page of some records."""
+    from jinja2 import Environment
+
+    environment = Environment(autoescape=True)
+    environment.filters["cell"] = cell
+    shown = [
+        {
+            "name": record.name,
+            "machine": _text(record.machine),
+            "config": _text(record.config),
+            "kinds": [{"of": each, "plots": _plots(each)} for each in kinds(record.runs)],
+            "figures": record.figures,
+        }
+        for record in records
+    ]
+    return environment.from_string(_PAGE).render(records=shown)
+
+
+def _text(of: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {cell(value)}" for name, value in of.items())
+
+
+def _plots(kind: Kind) -> list[Plot]:
+    """Returns plots of the medians of a kind that has several runs."""
+    medians = [column for column in kind.values if column.endswith(_MEDIAN)]
+    return [_bars(kind, column) for column in medians[:_PLOTS]] if len(kind.runs) > 1 else []
+
+
+def _bars(kind: Kind, column: str) -> Plot:
+    values = {
+        kind.label(run): float(run[column])
+        for run in kind.runs
+        if isinstance(run.get(column), int | float)
+    }
+    largest = max(values.values(), default=0.0) or 1.0
+    return Plot(column, {name: (of, 100 * of / largest) for name, of in values.items()})
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m sgl_ext.bench.html", description="Writes one page of benchmark records."
+    )
+    parser.add_argument("records", nargs="+", type=Path, metavar="RECORD.json")
+    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE")
+    options = parser.parse_args(arguments)
+    try:
+        options.out.write_text(page([_read(path) for path in options.records]))
+    except (ExtError, OSError) as error:
+        sys.exit(f"sgl_ext: {error}")
+    print(f"wrote {options.out}")
+
+
+def _read(path: Path) -> Record:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Record)
+    except msgspec.MsgspecError as error:
+        raise ExtError(f"{path} is not a record of a benchmark: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Reports of benchmarks: their tables at 80 columns, and their page."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from rich.console import Console
+
+from sgl_ext.bench import html
+from sgl_ext.bench.harness.runs import cell, kinds, tables
+
+RECORDS = sorted((ROOT / "sgl_ext" / "bench" / "results").glob("*.json"))
+RUNS: list[dict[str, Any]] = [
+    {"what": "ttft, 1024 tokens", "system": name, "samples": 4, "batch": batch,
+     **{f"ttft_ms_p{rank}": 1000 * batch + rank + 0.25 for rank in (50, 90, 99)}, "more": [1.0, 2.0]}
+    for name in ("stock SGLang", "<tiers>") for batch in (1, 4)
+]  # fmt: skip
+
+
+def text(runs: list[dict[str, Any]], width: int) -> str:
+    console = Console(width=width, file=StringIO(), record=True)
+    for kind in kinds(runs):
+        for table in tables(kind, "bench", width):
+            console.print(table)
+    return console.export_text()
+
+
+def test_runs_are_named_by_what_tells_them_apart() -> None:
+    (kind,) = kinds(RUNS)
+    assert kind.name == "ttft"
+    assert kind.shared["samples"] == 4
+    assert [*kind.keys] == ["system", "batch"]
+    assert kind.label(kind.runs[1]) == "stock SGLang, 4"
+    assert "ttft_ms_p50" in kind.values
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_no_number_is_cut_off(width: int) -> None:
+    shown = text(RUNS, width)
+    assert all(len(line.rstrip()) <= width for line in shown.splitlines())
+    assert shown.count("1,050") == 2
+    assert "…" not in shown
+    # All columns are beside each other if there is room.
+    assert (shown.count("stock SGLang") == 2) == (width > 40)
+
+
+def test_values_have_four_digits() -> None:
+    assert [cell(value) for value in (0.123456, 12.3456, 12345.6, 7, None, "x")] == [
+        "0.1235", "12.35", "12,346", "7", "", "x",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.stem)
+def test_every_committed_record_fits_80_columns(record: Path) -> None:
+    for line in text(json.loads(record.read_text())["runs"], 80).splitlines():
+        assert len(line.rstrip()) <= 80
+        assert "…" not in line
+
+
+def test_the_page_has_a_table_and_a_plot_of_each_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = {
+        "name": "tiers", "machine": {"cpu": "<some>"}, "config": {"quick": True},
+        "figures": {"ratio": 1.5}, "runs": RUNS,
+    }  # fmt: skip
+    (tmp_path / "tiers.json").write_text(json.dumps(record))
+    html.main([str(tmp_path / "tiers.json"), "--out", str(tmp_path / "page.html")])
+    page = (tmp_path / "page.html").read_text()
+    assert "&lt;tiers&gt;" in page and "<tiers>" not in page and "<some>" not in page
+    assert page.count('<table class="plot">') == 1
+    assert page.count("1,050") == 4  # in the table and in the plot
+    assert "page.html" in capsys.readouterr().out
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"name": "x"}')
+    with pytest.raises(SystemExit, match=r"x\.json is not a record of a benchmark: .*machine"):
+        html.main([str(tmp_path / "x.json")])
