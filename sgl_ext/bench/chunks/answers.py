@@ -1,18 +1,21 @@
-"""Quality of a model's answers when the documents of its prompts are linked: F1 on HotpotQA.
+"""Quality of a model's answers when the documents of its prompts are linked: F1.
 
-Each document is an unchanged chunk. A prompt has the gold documents of a question and three others,
-because all ten take minutes per question on a small machine. ``full`` computes the same prompts on
-the same server. All systems use the precision that the server selects by default, so the measured
-loss is the loss that a user would see. A whole run takes hours; an interrupted run continues where
-it stopped if it is given the same ``--out``.
+The questions are of HotpotQA, 2WikiMultihopQA and MuSiQue, equally many of each. Each document is
+an unchanged chunk. A prompt has the gold documents of a question and three others, because all of
+them take minutes per question on a small machine. ``full`` computes the same prompts on the same
+server. All systems use the precision that the server selects by default, so the measured loss is
+the loss that a user would see. A whole run takes hours; an interrupted run continues where it
+stopped if it is given the same ``--out``.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial as partial_of
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from sgl_ext.bench.chunks.linked import (
     text_of,
 )
 from sgl_ext.bench.chunks.prompts import Prompt, Template, document_prompts
+from sgl_ext.bench.data.questions import SETS
 from sgl_ext.bench.data.scores import exact_match, f1, mean_interval
 from sgl_ext.bench.harness.partial import Partial
 from sgl_ext.bench.harness.report import Report
@@ -35,25 +39,46 @@ from sgl_ext.serving import server
 from sgl_ext.serving.http import generate
 
 _METHODS = ("naive", "lego-2", "lego-8", "lego-16", "blend-15", DEFAULT)
+_QUESTIONS = 99
 _DISTRACTORS = 3
 _ANSWER_TOKENS = 24
 _POOL = 60_000
 _START_DEADLINE_S = 900.0
 
 
-def run(*, quick: bool, out: Path) -> Report:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this benchmark."""
+    parser.add_argument(
+        "--questions", type=int, default=_QUESTIONS, metavar="COUNT",
+        help=f"number of questions, a third of each set (default: {_QUESTIONS}; 6 with --quick)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--method",
+        action="append",
+        metavar="METHOD",
+        help=f"link method to compare; may be repeated (default: {', '.join(_METHODS)})",
+    )
+
+
+def run(*, quick: bool, out: Path, options: argparse.Namespace) -> Report:
     from transformers import AutoConfig, AutoTokenizer
 
     model = prepare(SMOLLM2 if quick else QWEN_CODER)
-    count = 6 if quick else 100
+    count = 6 if quick else options.questions
+    methods = (*(options.method or _METHODS),)
     template = Template(AutoTokenizer.from_pretrained(model))
     layers = AutoConfig.from_pretrained(model).num_hidden_layers
-    prompts = document_prompts(template, asked("hotpotqa"), count, distractors=_DISTRACTORS)
+    # One question of each set after the other, so that an interrupted run has some of each.
+    of_sets = [
+        document_prompts(template, asked(name), -(-count // len(SETS)), distractors=_DISTRACTORS)
+        for name in SETS
+    ]
+    prompts = [*chain.from_iterable(zip(*of_sets, strict=True))][:count]
     config = {
         "model": model.name,
         "questions": count,
         "distractors": _DISTRACTORS,
-        "methods": _METHODS,
+        "methods": methods,
         "page": PAGE,
     }
     report = Report("chunks_answers", {"quick": quick, **config})
@@ -66,16 +91,18 @@ def run(*, quick: bool, out: Path) -> Report:
             contexts = Contexts(ours.url, template)
             scores = []
             for prompt in prompts:
-                measure = partial_of(_scores, ours.url, contexts, prompt, layers)
+                measure = partial_of(_scores, ours.url, contexts, prompt, layers, methods)
                 scores.append(partial.find(prompt.name, measure))
-    _report(report, scores)
+    _report(report, scores, methods)
     partial.forget()
     return report
 
 
-def _scores(url: str, contexts: Contexts, prompt: Prompt, layers: int) -> dict[str, dict[str, Any]]:
+def _scores(
+    url: str, contexts: Contexts, prompt: Prompt, layers: int, methods: Sequence[str]
+) -> dict[str, dict[str, Any]]:
     """Returns the score of each system for one prompt."""
-    texts = {method: text_of(prompt, contexts.create(prompt, method)) for method in _METHODS}
+    texts = {method: text_of(prompt, contexts.create(prompt, method)) for method in methods}
     answered = partial_of(generate, url, tokens=_ANSWER_TOKENS, stop="\n")
     # Decoded together, the requests take the time of one: a step reads the weights once for all.
     with nothing_missing(url), ThreadPoolExecutor(1 + len(texts)) as threads:
@@ -98,8 +125,10 @@ def _score(text: str, right: Sequence[str], cost: float) -> dict[str, Any]:
     }
 
 
-def _report(report: Report, scores: Sequence[dict[str, dict[str, Any]]]) -> None:
-    for name in ("full", *_METHODS):
+def _report(
+    report: Report, scores: Sequence[dict[str, dict[str, Any]]], methods: Sequence[str]
+) -> None:
+    for name in ("full", *methods):
         mean = mean_interval([each[name]["f1"] for each in scores])
         lost = mean_interval([each["full"]["f1"] - each[name]["f1"] for each in scores])
         report.runs.append(
@@ -117,6 +146,4 @@ def _report(report: Report, scores: Sequence[dict[str, dict[str, Any]]]) -> None
                 "exact": statistics.mean(each[name]["exact"] for each in scores),
             }
         )
-    report.figures["f1_lost_points"] = 100 * statistics.mean(
-        each["full"]["f1"] - each[DEFAULT]["f1"] for each in scores
-    )
+        report.figures[f"f1_lost_points_{name}"] = 100 * lost.mean

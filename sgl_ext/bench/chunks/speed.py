@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial as partial_of
+from typing import Any
 
 from sgl_ext.bench.chunks.linked import (
     DEFAULT,
@@ -84,7 +85,7 @@ class Speed:
         merged = {length: self._merged(length) for length in self._sizes.lengths}
         for length, systems in merged.items():
             _report(report, f"ttft, chunks of 512, {length} tokens", systems)
-            for name in [*systems][: -1 if DEFAULT in systems else None]:
+            for name in (each for each in systems if each != DEFAULT):
                 report.figures[f"ttft_speedup_vs_{name}_{length}"] = ratio_of_medians(
                     systems[name], systems[DEFAULT]
                 )
@@ -159,13 +160,9 @@ class Speed:
 
 
 def _report(report: Report, what: str, systems: Mapping[str, Sequence[float]]) -> None:
+    stock = systems.get("stock")
     for name, seconds in systems.items():
-        report.runs.append(
-            {
-                "what": what,
-                "system": name,
-                "samples": len(seconds),
-                "speedup": ratio_of_medians(systems["stock"], seconds),
-            }
-            | summary(seconds, "ttft_ms", 1e3)
-        )
+        row: dict[str, Any] = {"what": what, "system": name, "samples": len(seconds)}
+        if stock is not None:
+            row["speedup"] = ratio_of_medians(stock, seconds)
+        report.runs.append(row | summary(seconds, "ttft_ms", 1e3))
