@@ -108,6 +108,14 @@ ROWS: dict[str, Sequence[Panel]] = {
             {"{{tier}}": rate("tiers_hit_tokens", "tier")},
         ),
         Panel(
+            "Hit rate", "Share of the tokens that were looked up in a tier and that it had.",
+            "percentunit",
+            {
+                "{{tier}}": f"{rate('tiers_hit_tokens', 'tier')} / "
+                f"({rate('tiers_hit_tokens', 'tier')} + {rate('tiers_missed_tokens', 'tier')})"
+            },
+        ),
+        Panel(
             "Traffic", "Loads and stores, by tier.", "Bps",
             {
                 "{{tier}} loaded": rate("tiers_loaded_bytes", "tier"),

@@ -263,6 +263,12 @@ TABLES: dict[str, Table] = {
         systems("stock", "blend-15", "lego-16", "query-15", LINKED),
         [_chunks(1024), _chunks(4096)],
     ),
+    "chunks-lengths": Table(
+        "chunks-lengths",
+        "TTFT",
+        systems("stock", "blend-15", "lego-16", LINKED),
+        [_chunks(tokens) for tokens in (1024, 4096, 7936, 32_768)],
+    ),
     "chunks-needles": Table(
         "chunks-needles",
         "needles in 2,048 tokens",
@@ -394,6 +400,61 @@ TABLES: dict[str, Table] = {
                 ("recomputed", "recompute beside a tier"), ("page by page", "per page, waiting"),
                 ("this section", "ours"), ("the same again", "ours, again"),
             )
+        ],
+    ),
+    "swap-sweeps": Table(
+        "swap-sweeps",
+        "as above, but",
+        {
+            **{
+                f"load {load}": {"what": f"sweep, load {load}"}
+                for load in ("0.7", "1", "1.3", "1.6")
+            },
+            "priorities drawn every 100 iterations": {"what": "sweep, random 100"},
+            "priorities drawn every 25 iterations": {"what": "sweep, random 25"},
+            "priorities that persist (Markov)": {"what": "sweep, markov 50"},
+            "host memory of 8 MiB": {"what": "sweep, host 8MiB"},
+            "host memory of 32 MiB": {"what": "sweep, host 32MiB"},
+        },
+        [
+            Column(f"{title}: {name}", key, shown, {"system": system})
+            for title, key, shown in (
+                ("TTFT, p95", "ttft_p95_s", S), ("tokens/s", "tokens_per_s", form(0)),
+                ("between tokens, p99.9", "tbt_p99.9_ms", MS),
+            )
+            for name, system in (("page by page", "per page, waiting"), ("this section", "ours"))
+        ],
+    ),
+    "swap-without": Table(
+        "swap-sweeps",
+        "this section",
+        {
+            "as it is": {"system": "ours"},
+            "copies page by page": {"system": "ours, page by page"},
+            "swap-outs wait": {"system": "ours, swap-out waits"},
+            "swap-ins wait": {"system": "ours, swap-in waits"},
+            "swap-ins never wait": {"system": "ours, swap-in never waits"},
+            "copies again what host memory has": {"system": "ours, no reuse"},
+        },
+        [
+            column._replace(match={"what": "sweep, without"})
+            for column in (
+                Column("TTFT, p95", "ttft_p95_s", S),
+                Column("p99 of all turns", "ttft_p99_of_all_s", S),
+                Column("tokens/s", "tokens_per_s", form(0)),
+                Column("between tokens, p99.9", "tbt_p99.9_ms", MS),
+                Column("pages copied for each", "pages_out_each", form(1)),
+            )
+        ],
+    ),
+    "peer-arrivals": Table(
+        "peer-arrivals",
+        "256 new tokens behind 20,000",
+        {"one by one": {"what": "alone"}, "as they arrive": {"what": "arrivals"}},
+        [
+            column._replace(title=f"{title}, {column.title}", match={"system": system})
+            for system, title in (("peer", "peers"), ("hicache", "HiCache"), ("tiers", "`tiers`"))
+            for column in ranks("ttft_ms", MS)[::2]
         ],
     ),
     "peer": Table(
@@ -535,7 +596,7 @@ TABLES: dict[str, Table] = {
         ],
     ),
     "clusters-serving": Table(
-        "clusters",
+        "clusters-serving",
         "devices",
         {
             "as they are": {"system": "as it is"},
@@ -552,6 +613,24 @@ TABLES: dict[str, Table] = {
                 "prefetched, of blocks not in memory", "coverage", form(1, " %", 100),
                 {"what": "serving"},
             ),
+        ],
+    ),
+    "clusters-against": Table(
+        "clusters-against",
+        "attention",
+        {
+            "dense, KV in the device pool": {"system": "dense, KV in the device pool"},
+            "dense, KV from host memory": {"system": "dense, KV from host memory"},
+            "stored, reads a twentieth": {"system": "stored, 5%"},
+            "stored, reads a tenth": {"system": "stored, 10%"},
+            "stored, reads a quarter": {"system": "stored, 25%"},
+        },
+        [
+            Column(f"{title} {batch}", key, shown, {"what": "against", "batch": batch})
+            for title, key, shown in (
+                ("TTFT of", "ttft_ms_p50", MS), ("tokens/s of", "tokens_per_s", form(1)),
+            )
+            for batch in (1, 4, 8)
         ],
     ),
     "together": Table(

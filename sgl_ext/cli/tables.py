@@ -42,7 +42,15 @@ def _table(*columns: str) -> Table:
 
 def _tiers(now: Sequence[Scheduler], old: Mapping[str, State], seconds: float) -> Table:
     table = _table(
-        "server", "tier", "full>", "hit tokens>", "saved s>", "in MB/s>", "out MB/s>", "failures"
+        "server",
+        "tier",
+        "full>",
+        "hit tokens>",
+        "hit rate>",
+        "saved s>",
+        "in MB/s>",
+        "out MB/s>",
+        "failures",
     )
     for name, state in now:
         for tier, found in state.get("tiers", {}).items():
@@ -58,12 +66,17 @@ def _tiers(now: Sequence[Scheduler], old: Mapping[str, State], seconds: float) -
                 tier if found["available"] else f"[red]{tier} (off)[/]",
                 f"{found['pages'] / capacity:.0%}" if capacity else "",
                 f"{found['hit_tokens']:,}",
+                _share(found["hit_tokens"], found["missed_tokens"]),
                 _saved(state, found),
                 rate("loaded_bytes"),
                 rate("stored_bytes"),
                 escape(", ".join(f"{why} {count:,}" for why, count in failures.items())),
             )
     return table
+
+
+def _share(part: int, rest: int) -> str:
+    return f"{part / (part + rest):.0%}" if part + rest else ""
 
 
 def _saved(state: State, tier: State) -> str:

@@ -20,6 +20,8 @@ class Prefixes:
     def __init__(self, stack: TierStack, planner: Planner) -> None:
         self._stack = stack
         self._planner = planner
+        self._missing: dict[str, int] = {}
+        """Pages that the last look-up of each request did not find."""
 
     def early(self) -> AbstractContextManager[None]:
         """Surrounds a look-up at the arrival of a request, whose result is not used."""
@@ -27,6 +29,7 @@ class Prefixes:
 
     def matching(self, rid: str) -> None:
         """Is called before SGLang matches a request, which may look it up or not."""
+        self._missing.pop(rid, None)
 
     def lookup(self, rid: str, keys: Sequence[Key], begin: int = 0) -> int:
         """Returns the number of leading ``keys`` that can be loaded from host memory now.
@@ -38,9 +41,17 @@ class Prefixes:
             begin: position in the prompt of the first token of ``keys``.
         """
         here = self._stack.host.lookup(keys)
+        self._missing[rid] = len(keys) - here
         if self._stack.enabled:
             self._planner.load(Want(_name(rid), (Run(keys, begin, here),)))
         return here
+
+    def missed(self, rid: str) -> int:
+        """Returns the number of pages that the last look-up of a request did not find.
+
+        They are counted once: until the next look-up there are none.
+        """
+        return self._missing.pop(rid, 0)
 
     def ready(self, rid: str) -> bool:
         """Returns whether a request need not be held back for its prefix; see
@@ -73,11 +84,13 @@ class Prefixes:
 
     def forget(self, rid: str) -> None:
         """Forgets that a request waits; loads from lower tiers that have begun still land."""
+        self._missing.pop(rid, None)
         self._planner.take(_name(rid))
         self._stack.loads.forget(rid)
 
     def clear(self) -> None:
         """Forgets all requests; the planner is cleared by itself."""
+        self._missing.clear()
 
 
 def _name(rid: str) -> Name:

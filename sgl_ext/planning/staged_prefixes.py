@@ -59,6 +59,7 @@ class StagedPrefixes(Prefixes):
                 self._early = False
 
     def matching(self, rid: str) -> None:
+        super().matching(rid)
         self._ready.pop(rid, None)
 
     def lookup(self, rid: str, keys: Sequence[Key], begin: int = 0) -> int:
@@ -119,6 +120,7 @@ class StagedPrefixes(Prefixes):
         super().forget(rid)
 
     def clear(self) -> None:
+        super().clear()
         for rid in [*self._kept]:
             self._end(rid)
 

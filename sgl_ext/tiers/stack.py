@@ -62,6 +62,8 @@ class TierStack:
         self.lower = lower
         self.hits: Counter[str] = Counter()
         """Pages that requests loaded, by the name of the tier that had them."""
+        self.missed = 0
+        """Pages that admitted requests computed after looking them up."""
         for tier in lower:
             costs.open(tier.tier.name)
         self._copies = copies

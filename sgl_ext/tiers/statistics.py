@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypedDict
 
 from sgl_ext.tiers.lower import LowerTier
@@ -17,6 +18,8 @@ class TierReport(TypedDict):
     """Capacity in pages; 0 if unknown."""
     hit_tokens: int
     """Prompt tokens that were loaded from the tier instead of computed."""
+    missed_tokens: int
+    """Prompt tokens of admitted requests that neither this tier nor a nearer one had."""
     loaded_bytes: int
     loading_seconds: float
     stored_bytes: int
@@ -38,6 +41,7 @@ def describe(stack: TierStack) -> dict[str, TierReport]:
             pages=len(host),
             capacity_pages=host.capacity,
             hit_tokens=stack.hits["host"] * layout.page,
+            missed_tokens=_missed(stack, stack.lower),
             loaded_bytes=stack.loads.traffic.pages * layout.block_bytes,
             loading_seconds=stack.loads.traffic.seconds,
             stored_bytes=stack.stores.traffic.pages * layout.block_bytes,
@@ -49,16 +53,24 @@ def describe(stack: TierStack) -> dict[str, TierReport]:
         )
     }
     for lower in stack.lower:
-        reports[lower.tier.name] = _report(lower, stack)
+        farther = stack.lower[stack.lower.index(lower) + 1 :]
+        reports[lower.tier.name] = _report(lower, stack, _missed(stack, farther))
     return reports
 
 
-def _report(lower: LowerTier, stack: TierStack) -> TierReport:
+def _missed(stack: TierStack, farther: Sequence[LowerTier]) -> int:
+    """Returns the tokens that were found in no tier, or in one of these only."""
+    found = sum(stack.hits[each.tier.name] for each in farther)
+    return (stack.missed + found) * stack.layout.page
+
+
+def _report(lower: LowerTier, stack: TierStack, missed: int) -> TierReport:
     layout, statistics = stack.layout, lower.tier.statistics()
     return TierReport(
         pages=statistics.pages,
         capacity_pages=statistics.capacity,
         hit_tokens=stack.hits[lower.tier.name] * layout.page,
+        missed_tokens=missed,
         loaded_bytes=lower.loaded.pages * layout.block_bytes,
         loading_seconds=lower.loaded.seconds,
         stored_bytes=lower.stored.pages * layout.block_bytes,

@@ -236,12 +236,12 @@ def _sources(meta: Mapping[str, Any]) -> dict[str, int]:
             case {"power": "restore", "loaded": loaded}:
                 pass
             case {"power": "chunks"}:
-                linked += entry["linked"]
+                linked += entry["linked"] + entry["prefix"]
                 continue
             case _:
                 continue
         for name, tokens in loaded.items():
             found[name] = max(found.get(name, 0), tokens)
-    device = meta["cached_tokens"] - sum(found.values())
+    device = meta["cached_tokens"] - sum(found.values()) - linked
     found = {"device": device, **found, "linked": linked}
     return {name: tokens for name, tokens in found.items() if tokens > 0}

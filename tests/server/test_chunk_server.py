@@ -18,6 +18,7 @@ import requests
 import sglang as sgl
 from conftest import until
 from fuzz_kit import rounds
+from metrics_kit import samples, value
 from msgspec import to_builtins
 
 from sgl_ext.bench.data.texts import sharegpt_prompts
@@ -290,21 +291,26 @@ def test_doctor_reports_the_divergence_of_a_server(
 def test_metrics_count_linked_recomputed_and_missing_tokens(
     server: Server, texts: list[str]
 ) -> None:
-    def metrics() -> dict[str, float]:
-        text = requests.get(f"{server.url}/metrics", timeout=DEADLINE_S).text
-        lines = (line.rpartition(" ") for line in text.splitlines() if "sglang_ext:chunks" in line)
-        return {name: float(value) for name, _, value in lines if not name.startswith("#")}
+    def metric(name: str, **labels: str) -> float:
+        return value(server.url, f"sglang_ext:chunks_{name}", labels)
 
     (context,) = create(server, texts[0], method="lego-3", cache_salt="metrics")
-    entry = told(generate(server, "See: ", context, "Well?", cache_salt="metrics"))
-    labels = '{method="lego-3",tp_rank="0"}'
-    found = metrics()
-    assert found[f"sglang_ext:chunks_requests_total{labels}"] == 1
-    assert found[f"sglang_ext:chunks_linked_tokens_total{labels}"] == entry["linked"]
-    assert found[f"sglang_ext:chunks_recomputed_tokens_total{labels}"] == 3
-    assert found[f"sglang_ext:chunks_missing_tokens_total{labels}"] == 0
-    assert 0 < found['sglang_ext:chunks_divergence_nats{method="lego-16"}'] < 0.5
-    assert found['sglang_ext:chunks_exactness_nats{method="lego-16"}'] < 1e-4
+    answer = generate(server, "See: ", context, "Well?", cache_salt="metrics")
+    entry, meta = told(answer), answer["meta_info"]
+    cached = entry["linked"] + entry["prefix"]
+    assert meta["cached_tokens_details"]["chunks"] == cached > 0
+    assert meta["cached_tokens_details"]["device"] == meta["cached_tokens"] - cached
+    (model,) = {
+        each.labels["model_name"] for each in samples(server.url, "sglang:num_running_reqs")
+    }
+    labels = {"model_name": model, "method": "lego-3", "tp_rank": "0"}
+    assert metric("requests_total", **labels) == 1
+    assert metric("linked_tokens_total", **labels) == entry["linked"]
+    assert metric("recomputed_tokens_total", **labels) == 3
+    assert metric("missing_tokens_total", **labels) == 0
+    probed = {"model_name": model, "method": "lego-16"}
+    assert 0 < metric("divergence_nats", **probed) < 0.5
+    assert metric("exactness_nats", **probed) < 1e-4
 
 
 def test_unknown_deleted_and_foreign_contexts_return_404(server: Server, texts: list[str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import requests
 from conftest import Launch, refusal
+from metrics_kit import value
 from tier_kit import occupy
 from typer.testing import CliRunner
 
@@ -96,10 +97,6 @@ def config(
     return (*POOL, "--enable-ext", "--ext-config", json.dumps({"tiers": tiers}))
 
 
-def metrics(server: Server) -> str:
-    return requests.get(f"{server.url}/metrics", timeout=DEADLINE_S).text
-
-
 def tells_what_was_reused(server: Server, prompt: list[int], filler: list[int]) -> None:
     for stream in (False, True):
         flush(server)
@@ -173,8 +170,8 @@ def test_disk_failures_do_not_change_answers(
         assert lost > 0
         shown = CliRunner().invoke(app, ["top", server.url, "--once"], env={"COLUMNS": "200"})
         assert f"checksum {lost}" in shown.output
-        labels = 'pp_rank="0",reason="checksum",tier="ssd",tp_rank="0"'
-        until(lambda: f"sglang_ext:tiers_failures_total{{{labels}}} {lost}.0" in metrics(server))
+        failed = {"pp_rank": "0", "tp_rank": "0", "tier": "ssd", "reason": "checksum"}
+        until(lambda: value(server.url, "sglang_ext:tiers_failures_total", failed) == lost)
 
         # Both files are truncated in the middle of a page.
         for file in files:

@@ -13,8 +13,9 @@ from sgl_ext.cli.tables import Scheduler, tables
 
 def tier(**changes: Any) -> dict[str, Any]:
     return {
-        "pages": 50, "capacity_pages": 100, "hit_tokens": 12_000, "loaded_bytes": 0,
-        "loading_seconds": 2.0, "stored_bytes": 5_000_000, "storing_seconds": 1.0,
+        "pages": 50, "capacity_pages": 100, "hit_tokens": 12_000, "missed_tokens": 4000,
+        "loaded_bytes": 0, "loading_seconds": 2.0,
+        "stored_bytes": 5_000_000, "storing_seconds": 1.0,
         "evicted_pages": 0, "queue_depth": 0, "available": True, "failures": {}, **changes,
     }  # fmt: skip
 
@@ -64,7 +65,7 @@ def test_every_power_is_shown_within_the_width(width: int) -> None:
     assert all(len(line.rstrip()) <= width for line in shown.splitlines())
     rows = [line.split() for line in shown.splitlines()]
     # 12,000 tokens would take 12 s to compute, and took 2 s to load; 4 MB came in 2 s.
-    assert [":30000", "host", "50%", "12,000", "10.0", "0", "2"] in rows
+    assert [":30000", "host", "50%", "12,000", "75%", "10.0", "0", "2"] in rows
     for words in ("(off)", "checksum 3", "40 blocks", "wait 2", "500.0 ms", "25%"):
         assert words in shown
     flat = " ".join(shown.split())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from prometheus_client import Counter, Gauge
+from sgl_ext.engine.core.metrics import Metrics
 
 if TYPE_CHECKING:
     from sgl_ext.engine.chunks.fidelity import Fidelity
@@ -20,29 +20,27 @@ _TOKENS = {
 
 
 class ChunksMetrics:
-    """Metrics of a scheduler process. Create them after SGLang has set its metrics directory."""
+    """Metrics of a scheduler process."""
 
-    def __init__(self, rank: int) -> None:
-        labels = ("tp_rank", "method")
-        self._rank = str(rank)
-        self._requests = Counter(
-            "sglang_ext:chunks_requests", "Admissions of prompts with chunks.", labels
+    def __init__(self, metrics: Metrics) -> None:
+        self._requests = metrics.counter(
+            "sglang_ext:chunks_requests", "Admissions of prompts with chunks.", "method"
         )
         self._tokens = {
-            name: Counter(f"sglang_ext:chunks_{name}_tokens", text, labels)
+            name: metrics.counter(f"sglang_ext:chunks_{name}_tokens", text, "method")
             for name, text in _TOKENS.items()
         }
 
     def count(self, linked: Linked) -> None:
         """Counts an admitted request, and its tokens by the source of their KV."""
-        labels = (self._rank, linked["method"])
-        self._requests.labels(*labels).inc()
+        method = linked["method"]
+        self._requests.of(method).inc()
         numbers: Mapping[str, object] = linked
         for name, counter in self._tokens.items():
-            counter.labels(*labels).inc(float(numbers[name]))  # type: ignore[arg-type]
+            counter.of(method).inc(float(numbers[name]))  # type: ignore[arg-type]
 
 
-def export(found: Fidelity, method: str) -> None:
+def export(found: Fidelity, method: str, metrics: Metrics) -> None:
     """Exports the measured fidelity. The server's own process calls it once."""
     gauges = {
         "divergence": (
@@ -52,7 +50,4 @@ def export(found: Fidelity, method: str) -> None:
         "exactness": (found.exact, "Divergence of a chunk at its original position, in nats."),
     }
     for name, (nats, text) in gauges.items():
-        gauge = Gauge(
-            f"sglang_ext:chunks_{name}_nats", text, ("method",), multiprocess_mode="mostrecent"
-        )
-        gauge.labels(method).set(nats)
+        metrics.gauge(f"sglang_ext:chunks_{name}_nats", text, "method").of(method).set(nats)

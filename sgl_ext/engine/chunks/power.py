@@ -24,7 +24,9 @@ from sgl_ext.engine.core.sglang_types import (
     ServerArgs,
     TokenizerManager,
 )
+from sgl_ext.engine.core.tracing import trace
 from sgl_ext.engine.core.unserved import LORA, PIPELINE
+from sgl_ext.engine.step import cached_tokens
 from sgl_ext.planning.plan import Link, Source
 
 if TYPE_CHECKING:
@@ -86,7 +88,7 @@ class ChunksPower(Power[Chunks]):
             raise ActivationError(f"chunks.method {self.section.method}: {reason}")
 
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
-        from sglang.srt.runtime_context import get_observability, get_parallel
+        from sglang.srt.runtime_context import get_parallel
 
         from sgl_ext.engine.chunks.links import open_links
         from sgl_ext.engine.chunks.parameters import refused
@@ -96,10 +98,10 @@ class ChunksPower(Power[Chunks]):
         layers = scheduler.model_config.num_hidden_layers
         self._unserved = refused(layers, get_parallel().tp_size)
         self.links = open_links(scheduler, ext, self.section)
-        if get_observability().enable_metrics:
+        if ext.metrics is not None:
             from sgl_ext.engine.chunks.metrics import ChunksMetrics
 
-            self._metrics = ChunksMetrics(get_parallel().tp_rank)
+            self._metrics = ChunksMetrics(ext.metrics)
 
     def owns(self, req: Req) -> bool:
         from sgl_ext.engine.chunks.parameters import composition_of
@@ -159,6 +161,8 @@ class ChunksPower(Power[Chunks]):
         if not last or told(req, self.name) or (linked := self.links.report(req)) is None:
             return
         tell(req, linked)
+        trace(req, "chunks_link", 0.0, method=linked["method"], **{c: linked[c] for c in COUNTED})
+        cached_tokens.count(req, self.name, linked["linked"] + linked["prefix"])
         self._counts["requests"] += 1
         for name in COUNTED:
             self._counts[name] += linked[name]

@@ -50,8 +50,10 @@ def _look_at(
     service.fidelity = probe_over_http(url, key, service.encode, verify=verify).measure()
     if server_args.enable_metrics:
         from sgl_ext.engine.chunks.metrics import export
+        from sgl_ext.engine.core.metrics import Metrics
 
-        export(service.fidelity, chunks.method)
+        labels = {"model_name": server_args.served_model_name}
+        export(service.fidelity, chunks.method, Metrics(labels))
     require(service.fidelity, chunks.method, chunks.largest_divergence)
 
 

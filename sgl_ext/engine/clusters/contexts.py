@@ -14,6 +14,7 @@ from sgl_ext.engine.clusters.joined import JoinedContexts
 from sgl_ext.engine.clusters.metrics import StoredMetrics
 from sgl_ext.engine.clusters.open_contexts import OpenContexts, record_id
 from sgl_ext.engine.clusters.parameters import FollowsStored, IsRecorded
+from sgl_ext.engine.core.metrics import Metrics
 from sgl_ext.engine.core.sglang_types import Req
 from sgl_ext.errors import ExtError, reason_of
 from sgl_ext.memory.rope import Rope
@@ -218,10 +219,10 @@ class StoredContexts:
             "open": {id_: one.describe() for id_, one in self._open.stored.items()},
         }
 
-    def measure(self) -> None:
+    def measure(self, metrics: Metrics) -> None:
         """Updates the metrics if an update is due."""
         if self._metrics is None:
-            self._metrics = StoredMetrics()
+            self._metrics = StoredMetrics(metrics)
         if self._metrics.due:
             opened = len(self._open.stored)
             self._metrics.update(self._open.costs, opened, len(self._followers))

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from prometheus_client import Counter, Gauge
-
-from sgl_ext.engine.core.metrics import Paced, Totals
+from sgl_ext.engine.core.metrics import Metrics, Paced, Totals
 
 BLOCKS = ("fetched", "prefetched", "in_memory")
 """Sources of a wanted block: read when it is wanted, prefetched, or in memory."""
 
 
 class StoredMetrics(Paced):
-    """Metrics of a scheduler process. Create them after SGLang has set its metrics directory."""
+    """Metrics of a scheduler process."""
 
-    def __init__(self) -> None:
-        self._blocks = Counter(
+    def __init__(self, metrics: Metrics) -> None:
+        self._blocks = metrics.counter(
             "sglang_ext:clusters_blocks",
             "Blocks of stored contexts that were selected for queries, by their source.",
-            ("source",),
+            "source",
         )
-        self._seconds = Counter(
+        self._seconds = metrics.counter(
             "sglang_ext:clusters_seconds",
             "Seconds that the thread of the forwards spent, by activity.",
-            ("what",),
+            "what",
         )
         self._gauges = {
-            name: Gauge(f"sglang_ext:clusters_{name}", text, multiprocess_mode="mostrecent")
+            name: metrics.gauge(f"sglang_ext:clusters_{name}", text)
             for name, text in (
                 ("open", "Stored contexts that are open."),
                 ("followed", "Requests that follow a stored context."),
@@ -46,5 +44,5 @@ class StoredMetrics(Paced):
         self._updated()
         for name, total in totals.items():
             self._totals.set(self._blocks if name in BLOCKS else self._seconds, total, name)
-        self._gauges["open"].set(opened)
-        self._gauges["followed"].set(followed)
+        self._gauges["open"].of().set(opened)
+        self._gauges["followed"].of().set(followed)

@@ -29,6 +29,9 @@ from sgl_ext.tiers.build import emulated
 logger = logging.getLogger(__name__)
 
 _LOOKED_EVERY_S = 1.0
+_FETCHED_BYTES = 32 << 20
+"""Memory for the fetched blocks of a layer, unless ``clusters.largest`` needs more. Rows of a
+forward that want different blocks share their reads as far as all of these blocks fit."""
 _RECORD = ":"
 """Character between the id of a context that is recorded and the number of its tokens; ids of
 stored contexts do not contain it."""
@@ -176,9 +179,10 @@ class OpenContexts:
         """Opens a context. It runs in a thread, because it reads files."""
         stored = Stored.open(id_, self._folders, self._geometry, self._longest)
         blocks = stored.about.blocks
+        most = blocks_of(self._config.largest, blocks.blocks, blocks.devices)
         memory = StoredMemory(
             self._engine, self._devices, stored, hot=self._config.hot,
-            most=blocks_of(self._config.largest, blocks.blocks, blocks.devices),
+            most=max(most, min(_FETCHED_BYTES // blocks.block_bytes, blocks.blocks)),
             deadline=self._config.deadline,
         )  # fmt: skip
         return StoredAttention(stored, memory)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, cast
@@ -28,6 +29,7 @@ from sgl_ext.engine.core.sglang_types import (
     Scheduler,
     TokenizerManager,
 )
+from sgl_ext.engine.core.tracing import trace
 from sgl_ext.engine.core.unserved import LORA, PIPELINE
 from sgl_ext.errors import ExtError
 
@@ -93,8 +95,6 @@ class ClustersPower(Power[Clusters]):
         return service
 
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
-        from sglang.srt.runtime_context import get_observability
-
         from sgl_ext.clusters.files import own_folders, sweep
         from sgl_ext.engine.clusters.contexts import StoredContexts
         from sgl_ext.engine.clusters.geometry import geometry_of
@@ -109,6 +109,7 @@ class ClustersPower(Power[Clusters]):
             logger.info("removed files of contexts that were not completely stored: %s", left)
         on_device = slab.device is not None
         self._runner = runner = scheduler.tp_worker.model_runner
+        self._metrics = ext.metrics
         geometry = geometry_of(scheduler, slab.layout, on_device=on_device)
         longest = scheduler.model_config.context_len
         rope = verified_rope(runner.model)
@@ -123,7 +124,6 @@ class ClustersPower(Power[Clusters]):
             from sgl_ext.engine.clusters.prefetch import Prefetch
 
             Prefetch(runner.model, runner.token_to_kv_pool, self.stored, config.prefetch)
-        self._measured = bool(get_observability().enable_metrics)
 
     def arrive(self, req: Req) -> None:
         """Registers a request that follows or records a context, or aborts it if it is invalid."""
@@ -162,6 +162,8 @@ class ClustersPower(Power[Clusters]):
             return False
         follower = self.stored.follower(req.rid)
         if opened and follower is not None and not (follower.recorded or told(req, self.name)):
+            waited = time.monotonic() - follower.since
+            trace(req, "clusters_open", waited, context=follower.name, tokens=follower.tokens)
             tell(
                 req,
                 {
@@ -174,8 +176,8 @@ class ClustersPower(Power[Clusters]):
 
     def before_step(self, running: ScheduleBatch) -> None:
         self.stored.tidy()
-        if self._measured:
-            self.stored.measure()
+        if self._metrics is not None:
+            self.stored.measure(self._metrics)
         if self.stored.any or self.recorder.any:
             rids = {req.rid for req in present(self._scheduler, running)}
             self.stored.keep(rids)

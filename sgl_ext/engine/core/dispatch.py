@@ -47,7 +47,7 @@ def _ready(original: Original, scheduler: Scheduler) -> object:
                 require_running(scheduler.tp_worker.model_runner, strided)
             except ExtError as error:
                 refuse(hooks.ActivationError(str(error)))
-        planning.prepare(ext)
+        planning.prepare(ext, scheduler)
         stages = 1 if ext.config.restore is None else get_parallel().pp_size
         for power in powers_of(ext.config, stages=stages):
             try:
@@ -97,8 +97,8 @@ def _poll(_scheduler: Scheduler, *_args: object, **_kw: object) -> None:
         ext.timer.poll()
         for power in ext.inside_out:
             power.poll()
-        if ext.metrics is not None and ext.metrics.due:
-            ext.metrics.update(ext.costs.decisions)
+        if ext.planning_metrics is not None and ext.planning_metrics.due:
+            ext.planning_metrics.update(ext.costs.decisions)
 
 
 def _step(original: Original, scheduler: Scheduler, running: ScheduleBatch) -> object:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from sgl_ext.engine.core.runtime import ExtRuntime
-from sgl_ext.engine.core.sglang_types import ScheduleBatch
+from sgl_ext.engine.core.sglang_types import ScheduleBatch, Scheduler
 from sgl_ext.memory.slab import Layout
 from sgl_ext.packages import cache_dir
 from sgl_ext.planning.profile import PROFILES, Subject, find
@@ -21,18 +21,20 @@ _LITTLE = 0.1
 logger = logging.getLogger(__name__)
 
 
-def prepare(ext: ExtRuntime) -> None:
+def prepare(ext: ExtRuntime, scheduler: Scheduler) -> None:
     """Prepares the cost model of a scheduler, before the powers are open."""
     import scipy.optimize  # type: ignore[import-untyped]  # noqa: F401  # or the first forward waits for it
-    from sglang.srt.runtime_context import get_observability, get_parallel, get_schedule
+    from sglang.srt.runtime_context import get_schedule
 
     if (size := get_schedule().chunked_prefill_size) is not None and size > 0:
         ext.costs.chunk = size
-    if get_observability().enable_metrics:
+    if scheduler.metrics_collector is not None:
         # The import of Prometheus' client reads the directory that SGLang has set by now.
+        from sgl_ext.engine.core.metrics import Metrics
         from sgl_ext.engine.core.planning_metrics import PlanningMetrics
 
-        ext.metrics = PlanningMetrics(get_parallel().tp_rank)
+        ext.metrics = Metrics(scheduler.metrics_collector.labels)
+        ext.planning_metrics = PlanningMetrics(ext.metrics)
 
 
 def subject_of(layout: Layout) -> Subject:

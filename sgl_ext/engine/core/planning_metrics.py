@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Gauge
-
-from sgl_ext.engine.core.metrics import Paced, Totals
+from sgl_ext.engine.core.metrics import Metrics, Paced, Totals
 from sgl_ext.planning.decisions import Decisions
 
 
 class PlanningMetrics(Paced):
-    """Metrics of a scheduler process. Create it after SGLang has set its metrics directory."""
+    """Metrics of a scheduler process."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = str(rank)
-        self._decisions = Counter(
+    def __init__(self, metrics: Metrics) -> None:
+        self._decisions = metrics.counter(
             "sglang_ext:planning_decisions",
             "Decisions between alternatives, by what was chosen.",
-            ("tp_rank", "kind", "choice"),
-        )
-        self._error = Gauge(
+            "kind", "choice",
+        )  # fmt: skip
+        self._error = metrics.gauge(
             "sglang_ext:planning_error",
             "Median absolute relative error of recent predictions.",
-            ("tp_rank", "kind"),
-            multiprocess_mode="mostrecent",
+            "kind",
         )
         self._totals = Totals()
 
@@ -31,6 +27,6 @@ class PlanningMetrics(Paced):
         self._updated()
         for kind, found in decisions.kinds():
             for name, choice in found.choices.items():
-                self._totals.set(self._decisions, choice.count, self._rank, kind, name)
+                self._totals.set(self._decisions, choice.count, kind, name)
             if (error := found.error) is not None:
-                self._error.labels(self._rank, kind).set(error)
+                self._error.of(kind).set(error)

@@ -24,6 +24,7 @@ memory does not go on to other tiers."""
 if TYPE_CHECKING:
     from sgl_ext.engine.chunks.power import ChunksPower
     from sgl_ext.engine.clusters.power import ClustersPower
+    from sgl_ext.engine.core.metrics import Metrics
     from sgl_ext.engine.core.planning_metrics import PlanningMetrics
     from sgl_ext.engine.core.power import Filler, Power
     from sgl_ext.engine.peer.power import PeerPower
@@ -62,7 +63,9 @@ class ExtRuntime:
     """Cost model of all powers."""
     independent: bool = field(default_factory=lambda: os.environ.get(PLANNING) == "independent")
     """True in a benchmark's comparison: no power uses what another one offers it."""
-    metrics: PlanningMetrics | None = None
+    metrics: Metrics | None = None
+    """Factory of this process's metrics; None if SGLang serves no metrics."""
+    planning_metrics: PlanningMetrics | None = None
     """Metrics of the cost model; None if SGLang serves no metrics."""
     tiers: TiersPower | None = None
     restore: RestorePower | StagedRestorePower | None = None

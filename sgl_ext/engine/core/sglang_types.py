@@ -114,6 +114,11 @@ class TimeStats(Protocol):
 
     wait_queue_entry_time: float
     queue_duration_s: float
+    trace_ctx: Any
+
+    def trace_slice(
+        self, stage: object, start_time: float, end_time: float, attrs: dict[str, Any] | None
+    ) -> None: ...
 
 
 class Req(Protocol):
@@ -401,6 +406,7 @@ class Scheduler(Protocol):
     max_req_len: int
     max_req_input_len: int
     max_total_num_tokens: int
+    metrics_collector: Any | None
 
     def collect_inflight_reqs(self) -> Iterable[Req]: ...
 
@@ -491,6 +497,7 @@ class ServerArgs(Protocol):
     port: int
     api_key: str | None
     enable_metrics: bool
+    served_model_name: str
     enable_lora: bool | None
     lora_paths: object | None
     tp_size: int

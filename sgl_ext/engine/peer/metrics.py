@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prometheus_client import Counter, Gauge
-
-from sgl_ext.engine.core.metrics import Paced, Totals
+from sgl_ext.engine.core.metrics import Metrics, Paced, Totals
 
 _GAUGES = {
     "lendable_bytes": ("lendable_bytes", "KV memory that a worker may lend, in bytes."),
@@ -32,22 +30,21 @@ _COUNTERS = {
 
 
 class PeerMetrics(Paced):
-    """Metrics of a scheduler process. Create it after SGLang has set its metrics directory.
+    """Metrics of a scheduler process.
 
     Args:
         found: statistics as for :meth:`update`; metrics are created for the keys that it has.
     """
 
-    def __init__(self, found: Mapping[str, Any]) -> None:
+    def __init__(self, metrics: Metrics, found: Mapping[str, Any]) -> None:
         self._role = str(found["role"])
-        labels = ("role",)
         self._gauges = {
-            key: Gauge(f"sglang_ext:peer_{name}", text, labels, multiprocess_mode="mostrecent")
+            key: metrics.gauge(f"sglang_ext:peer_{name}", text, "role")
             for key, (name, text) in _GAUGES.items()
             if key in found
         }
         self._counters = {
-            key: Counter(f"sglang_ext:peer_{name}", text, labels)
+            key: metrics.counter(f"sglang_ext:peer_{name}", text, "role")
             for key, (name, text) in _COUNTERS.items()
             if key in found
         }
@@ -57,6 +54,6 @@ class PeerMetrics(Paced):
         """Sets all metrics to statistics of :meth:`~sgl_ext.engine.peer.side.PeerSide.describe`."""
         self._updated()
         for key, gauge in self._gauges.items():
-            gauge.labels(self._role).set(found[key])
+            gauge.of(self._role).set(found[key])
         for key, counter in self._counters.items():
             self._totals.set(counter, found[key], self._role)

@@ -57,13 +57,10 @@ class PeerPower(Power[Peer]):
         return {**dict.fromkeys(own, option), **super().attention()}
 
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
-        from sglang.srt.runtime_context import get_observability
-
         # A pool that is built with a peer section has such a slab.
         slab = cast("SharedSlab", ext.require_slab(self.name))
         self.side = open_side(self.section, scheduler, slab)
         self._ext, self._runner = ext, scheduler.tp_worker.model_runner
-        self._measured = bool(get_observability().enable_metrics)
 
     @property
     def stream(self) -> LayerStream | None:
@@ -97,8 +94,8 @@ class PeerPower(Power[Peer]):
 
     def after_step(self, plan: StepPlan) -> None:
         self.side.planned()
-        if self._measured:
-            self.side.measure()
+        if self._ext.metrics is not None:
+            self.side.measure(self._ext.metrics)
 
     def describe(self) -> Mapping[str, object]:
         return self.side.describe()

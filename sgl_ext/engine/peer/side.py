@@ -12,6 +12,7 @@ from typing import Literal
 import zmq
 
 from sgl_ext.config import Peer
+from sgl_ext.engine.core.metrics import Metrics
 from sgl_ext.engine.core.requests import refuse_waiting
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
 from sgl_ext.engine.kv.resize import KVResizer
@@ -66,10 +67,10 @@ class PeerSide:
             self._scheduler.waiting_queue = [*self.aside, *self._scheduler.waiting_queue]
             self.aside = ()
 
-    def measure(self) -> None:
+    def measure(self, metrics: Metrics) -> None:
         """Updates ``/metrics`` if an update is due."""
         if self._metrics is None:
-            self._metrics = PeerMetrics(self.describe())
+            self._metrics = PeerMetrics(metrics, self.describe())
         if self._metrics.due:
             self._metrics.update(self.describe())
 

@@ -23,6 +23,7 @@ from sgl_ext.engine.core.sglang_types import (
     ServerArgs,
     StepPlan,
 )
+from sgl_ext.engine.core.tracing import trace
 from sgl_ext.engine.core.unserved import LORA
 from sgl_ext.engine.restore import interruption, setup, stages
 from sgl_ext.engine.restore.prompt import Prompt, prompt_of
@@ -91,7 +92,7 @@ class RestorePower(Power[Restore]):
         setup.require_parts(self.section, view.page_size, view.chunked_prefill_size)
 
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
-        from sglang.srt.runtime_context import get_observability, get_schedule
+        from sglang.srt.runtime_context import get_schedule
 
         require_running(scheduler.tp_worker.model_runner, self.attention())
         if ext.tiers is None:
@@ -106,10 +107,10 @@ class RestorePower(Power[Restore]):
         self.prefixes = HostPrefixes(self.stack.holds, self.stack.layout.page, time.monotonic)
         self.stack.keepers.append(lambda: self.prefixes.give_up_one(ext.plans))
         ext.tiers.linker.restoring = self
-        if get_observability().enable_metrics:
+        if ext.metrics is not None:
             from sgl_ext.engine.restore.metrics import RestoreMetrics
 
-            self._metrics = RestoreMetrics()
+            self._metrics = RestoreMetrics(ext.metrics)
 
     # --- before admission ------------------------------------------------------------------------
 
@@ -210,8 +211,10 @@ class RestorePower(Power[Restore]):
             seconds = time.monotonic() - held.since
             held.told = {"power": self.name, "exact": True, "seconds": seconds}
             tell(req, held.told)  # the sources of the KV are known when the forward has ended
+            trace(req, self.name, seconds)
         elif (found := self.planner.report(rid)) is not None:
             tell(req, {"power": self.name, "exact": True, **found})
+            trace(req, self.name, found["seconds"], computed=found["computed"], **found["loaded"])
             self._count(found)
 
     def owned(self, req: Req) -> bool:

@@ -16,6 +16,7 @@ from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.meta_info import tell
 from sgl_ext.engine.core.power import Power
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
+from sgl_ext.engine.core.tracing import trace
 from sgl_ext.engine.restore import setup
 from sgl_ext.engine.restore.prompt_forward import compute, extend_batch
 from sgl_ext.engine.step import cached_tokens
@@ -56,7 +57,7 @@ class StagedRestorePower(Power[Restore]):
     _metrics: RestoreMetrics | None = None
 
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
-        from sglang.srt.runtime_context import get_observability, get_parallel, get_schedule
+        from sglang.srt.runtime_context import get_parallel, get_schedule
 
         if ext.tiers is None or self.config.tiers is None:
             raise RuntimeError("restore is configured without tiers")
@@ -80,10 +81,10 @@ class StagedRestorePower(Power[Restore]):
         if experiment := os.environ.get(EXPERIMENT):
             logger.warning("%s is set: this server is part of an experiment", EXPERIMENT)
         self._in_sequence = experiment == IN_SEQUENCE
-        if get_observability().enable_metrics and first:  # the others restore the same requests
+        if ext.metrics is not None and first:  # the others restore the same requests
             from sgl_ext.engine.restore.metrics import RestoreMetrics
 
-            self._metrics = RestoreMetrics()
+            self._metrics = RestoreMetrics(ext.metrics)
 
     def receive(self, original: Original, scheduler: Scheduler, batch: ScheduleBatch) -> object:
         """Surrounds the wait for what the stage before this one computes of the next batch."""
@@ -135,13 +136,15 @@ class StagedRestorePower(Power[Restore]):
     def _report(self, req: Req, restored: Restored, tokens: int) -> None:
         """Reports a restoration; SGLang has counted its tokens as loaded from host memory."""
         tell(req, {"power": self.name, "exact": True, **restored})
+        loaded = restored["loaded"]
+        trace(req, self.name, restored["seconds"], computed=restored["computed"], **loaded)
         if self._metrics is not None:
             self._metrics.count(restored)
         if not req.retracted_stain:
             req.cached_tokens -= tokens
             req.cached_tokens_host -= tokens
-            for tier, loaded in restored["loaded"].items():
-                cached_tokens.count(req, tier, loaded)
+            for tier, held in loaded.items():
+                cached_tokens.count(req, tier, held)
 
     def _running(self) -> int:
         return sum(len(batch.reqs) for batch in self._scheduler.running_mbs)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from prometheus_client import Counter, Gauge
-
-from sgl_ext.engine.core.metrics import Paced, Totals
+from sgl_ext.engine.core.metrics import Metrics, Paced, Totals
 
 _COUNTERS = {
     "swapped_out": "Preemptions of requests whose KV was swapped out.",
@@ -22,25 +20,19 @@ _COUNTERS = {
 
 
 class SwapMetrics(Paced):
-    """Metrics of a scheduler process. Create it after SGLang has set its metrics directory."""
+    """Metrics of a scheduler process."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = str(rank)
+    def __init__(self, metrics: Metrics) -> None:
         self._counters = {
-            name: Counter(f"sglang_ext:swap_{name}", text, ["tp_rank"])
+            name: metrics.counter(f"sglang_ext:swap_{name}", text)
             for name, text in _COUNTERS.items()
         }
-        self._swapped = Gauge(
-            "sglang_ext:swap_swapped",
-            "Swapped-out requests that wait.",
-            ["tp_rank"],
-            multiprocess_mode="mostrecent",
-        )
+        self._swapped = metrics.gauge("sglang_ext:swap_swapped", "Swapped-out requests that wait.")
         self._totals = Totals()
 
     def update(self, found: Mapping[str, float]) -> None:
         """Sets all metrics to the current statistics of the swap manager."""
         self._updated()
         for name, counter in self._counters.items():
-            self._totals.set(counter, found[name], self._rank)
-        self._swapped.labels(self._rank).set(found["swapped"])
+            self._totals.set(counter, found[name])
+        self._swapped.of().set(found["swapped"])

@@ -12,6 +12,7 @@ from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.requests import retractable
 from sgl_ext.engine.core.sglang_types import PrefillAdder, RadixTree, Req, Scheduler
+from sgl_ext.engine.core.tracing import trace
 from sgl_ext.engine.kv.indices import on_host
 from sgl_ext.engine.workarounds import penalties
 from sgl_ext.memory.tickets import COPY_DEADLINE_S, Priority
@@ -69,6 +70,7 @@ def _kept(original: Original, req: Req, tree: RadixTree, swap: SwapManager, cost
     wrapper.commit_completed_offloads(wrapper.take_completed_offloads(over))
     swap.stack.stores.store_lost(keys, blocks)
     swap.out(req.rid, tokens, keys, tail)
+    trace(req, "swap_out", 0.0, tokens=tokens)
     if swap.experiment.copy_again:
         swap.copy_again(keys, blocks)
     if swap.experiment.wait:

@@ -112,8 +112,6 @@ class SwapPower(Power[Swap]):
         api.install(app, manager, api.useless(self.section.order, by_priority))
 
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
-        from sglang.srt.runtime_context import get_observability, get_parallel
-
         if ext.tiers is None or ext.slab is None:
             raise RuntimeError("swap is configured without tiers")
         self.ext, self.scheduler, stack = ext, scheduler, ext.tiers.stack
@@ -124,10 +122,10 @@ class SwapPower(Power[Swap]):
         self.ahead = SwapAhead(stack, ext.costs)
         self.priorities = priorities.priorities_of(self.section)
         self.resuming: list[Req] = []
-        if get_observability().enable_metrics:
+        if ext.metrics is not None:
             from sgl_ext.engine.swap.metrics import SwapMetrics
 
-            self._metrics = SwapMetrics(get_parallel().tp_rank)
+            self._metrics = SwapMetrics(ext.metrics)
 
     def owns(self, req: Req) -> bool:
         return req.rid in self.manager

@@ -17,6 +17,7 @@ from sgl_ext.engine.core.sglang_types import (
     ScheduleBatch,
     Scheduler,
 )
+from sgl_ext.engine.core.tracing import trace
 from sgl_ext.engine.kv import ownership
 from sgl_ext.engine.kv.indices import on_host, upload
 from sgl_ext.engine.step.admission import has_row, planned
@@ -264,6 +265,7 @@ def _fill(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> list[R
             seconds = max((ticket.seconds for ticket in tickets), default=0.0)
             choices.swapped_in(power.ext.costs, req.rid, seconds)
             _tell(req, swapped.tokens - req.prefix_len)
+            trace(req, "swap_in", seconds, loaded=swapped.tokens - req.prefix_len)
             swap.counts.swapped_in += 1
             swap.drop(req.rid)
             # It may have waited for lower tiers, which keep its pages until it is admitted.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from prometheus_client import Counter, Gauge
-
-from sgl_ext.engine.core.metrics import Paced, Totals
+from sgl_ext.engine.core.metrics import Metrics, Paced, Totals
 from sgl_ext.tiers.statistics import TierReport
 
 _COUNTERS = {
     "hit_tokens": "Prompt tokens that were not computed because a tier held their KV.",
+    "missed_tokens": "Prompt tokens that neither this tier nor a nearer one had.",
     "loaded_bytes": "Bytes of KV loaded from a tier.",
     "loading_seconds": "Seconds that loads from a tier took.",
     "stored_bytes": "Bytes of KV stored in a tier.",
@@ -26,24 +25,22 @@ _GAUGES = {
 
 
 class TierMetrics(Paced):
-    """Metrics of a scheduler process. Create it after SGLang has set its metrics directory."""
+    """Metrics of a scheduler process."""
 
-    def __init__(self, tp_rank: int, pp_rank: int) -> None:
-        labels = ("tp_rank", "pp_rank", "tier")
-        self._ranks = str(tp_rank), str(pp_rank)
+    def __init__(self, metrics: Metrics) -> None:
         self._counters = {
-            name: Counter(f"sglang_ext:tiers_{name}", text, labels)
+            name: metrics.counter(f"sglang_ext:tiers_{name}", text, "tier")
             for name, text in _COUNTERS.items()
         }
         self._gauges = {
-            name: Gauge(f"sglang_ext:tiers_{name}", text, labels, multiprocess_mode="mostrecent")
+            name: metrics.gauge(f"sglang_ext:tiers_{name}", text, "tier")
             for name, text in _GAUGES.items()
         }
-        self._failures = Counter(
+        self._failures = metrics.counter(
             "sglang_ext:tiers_failures",
             "Pages that could not be loaded or stored, by reason.",
-            (*labels, "reason"),
-        )
+            "tier", "reason",
+        )  # fmt: skip
         self._totals = Totals()
 
     def update(self, reports: Mapping[str, TierReport]) -> None:
@@ -52,9 +49,9 @@ class TierMetrics(Paced):
         for tier, report in reports.items():
             numbers: Mapping[str, object] = report
             for name, gauge in self._gauges.items():
-                gauge.labels(*self._ranks, tier).set(float(numbers[name]))  # type: ignore[arg-type]
+                gauge.of(tier).set(float(numbers[name]))  # type: ignore[arg-type]
             for name, counter in self._counters.items():
                 total = float(numbers[name])  # type: ignore[arg-type]
-                self._totals.set(counter, total, *self._ranks, tier)
+                self._totals.set(counter, total, tier)
             for reason, pages in report["failures"].items():
-                self._totals.set(self._failures, pages, *self._ranks, tier, reason)
+                self._totals.set(self._failures, pages, tier, reason)

@@ -11,6 +11,7 @@ from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.core.meta_info import tell
 from sgl_ext.engine.core.power import Power
 from sgl_ext.engine.core.sglang_types import PrefillAdder, Req, Scheduler, ServerArgs
+from sgl_ext.engine.core.tracing import trace
 from sgl_ext.engine.core.unserved import Unserved, require_served
 from sgl_ext.engine.tiers import hooks, page_hash
 from sgl_ext.planning.profile import devices
@@ -79,18 +80,16 @@ class TiersPower(Power[Tiers]):
         )
 
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
-        from sglang.srt.runtime_context import get_observability, get_parallel
-
         page_hash.prepare()
         self._wrapper = scheduler.tree_cache.linker
         self.linker = self._wrapper.cache_linker
         self.stack, self.planner = self.linker.stack, self.linker.planner
         self.stack.keepers.append(self.planner.give_up_one)
         planning.seed(ext, self.stack.layout, devices(self.section))
-        if get_observability().enable_metrics:
+        if ext.metrics is not None:
             from sgl_ext.engine.tiers.metrics import TierMetrics
 
-            self._metrics = TierMetrics(get_parallel().tp_rank, get_parallel().pp_rank)
+            self._metrics = TierMetrics(ext.metrics)
 
     def matching(self, req: Req, prefix: int) -> None:
         """Removes the mark of an earlier look-up, which would stay if this one finds nothing, and
@@ -106,7 +105,10 @@ class TiersPower(Power[Tiers]):
     def considered(self, adder: PrefillAdder, req: Req, admitted: bool) -> None:
         if restored := self.stack.loads.take_restored(req.rid):
             tell(req, {"power": self.name, "exact": True, "sources": restored})
+            slowest = max(each["seconds"] for each in restored.values())
+            trace(req, "tiers_load", slowest, **{at: of["tokens"] for at, of in restored.items()})
         if admitted:
+            self.stack.missed += self.linker.prefixes.missed(req.rid)
             self.linker.prefixes.forget(req.rid)  # it no longer waits, whether or not it loads KV
             self.linker.used_in_device(adder.tree_cache.tree_core, req.last_node)
 

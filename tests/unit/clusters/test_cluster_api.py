@@ -489,7 +489,7 @@ class _Recording:
 
 def _power(stored: StoredContexts) -> Any:
     power: Any = ClustersPower(ExtConfig(), SimpleNamespace())  # type: ignore[arg-type]
-    power.stored, power.recorder, power._measured = stored, _Recording(), False
+    power.stored, power.recorder, power._metrics = stored, _Recording(), None
     return power
 
 

@@ -108,7 +108,8 @@ def request() -> Any:
         prefix_len=16, extend_end=16, full_untruncated_fill_ids=[0] * 16,
         to_finish=None, return_logprob=False,
         sampling_params=SimpleNamespace(custom_params=None),
-        kv=SimpleNamespace(cache_protected_len=16, holds_kv=True),
+        kv=SimpleNamespace(cache_protected_len=16, holds_kv=True), cached_tokens=16,
+        time_stats=SimpleNamespace(trace_ctx=SimpleNamespace(tracing_enable=False)),
     )  # fmt: skip
 
 
@@ -272,7 +273,9 @@ class Links:
         return req.rid not in self.coming
 
     def acquire(self, _req: Any, *, computing: bool = False) -> dict[str, Any]:
-        self.acquired: dict[str, Any] = {"power": "chunks", **dict.fromkeys(COUNTED, 0)}
+        self.acquired: dict[str, Any] = {
+            "power": "chunks", "method": "lego-16", "prefix": 2, **dict.fromkeys(COUNTED, 0),
+        }  # fmt: skip
         self.acquired["linked"] = 0 if computing else 3
         return self.acquired
 
@@ -326,6 +329,7 @@ def test_linked_chunks_are_reported_once(ext: Any, adder: Any) -> None:
     for _ in range(2):
         admission._admit(admits, adder, req)
     assert [entry["linked"] for entry in told(req, "chunks")] == [3]
+    assert req.cached_tokens == 16 + 3 + 2
     assert power.describe() == dict.fromkeys(COUNTED, 0) | {"requests": 1, "linked": 3}
     assert power.links.uses == 2  # type: ignore[attr-defined]
 

@@ -85,7 +85,7 @@ class Step:
         power.priorities = SimpleNamespace(step=step)
         power.after_step = lambda _plan: None
 
-    def peer(self, power: Any, _ext: Any) -> None:
+    def peer(self, power: Any, ext: Any) -> None:
         def step(_running: Any) -> None:
             power.side.aside, self.scheduler.waiting_queue = (
                 self.scheduler.waiting_queue[:1],
@@ -97,10 +97,10 @@ class Step:
             power.side.aside = ()
 
         power.side = SimpleNamespace(step=step, planned=planned, aside=(), out=())
-        power._measured = False
+        power._ext = ext
 
     def clusters(self, power: Any, _ext: Any) -> None:
-        power._scheduler, power._measured = self.scheduler, False
+        power._scheduler, power._metrics = self.scheduler, None
         power.stored = SimpleNamespace(
             tidy=lambda: None, any=True, keep=self.followed.update, refused={}
         )
@@ -255,7 +255,7 @@ def test_poll_hook_accepts_all_keywords_of_its_target(monkeypatch: pytest.Monkey
     powers = [SimpleNamespace(poll=lambda: polled.append("power"))]
     timer = SimpleNamespace(poll=lambda: polled.append("timer"))
     monkeypatch.setattr(
-        runtime, "current", SimpleNamespace(inside_out=powers, timer=timer, metrics=None)
+        runtime, "current", SimpleNamespace(inside_out=powers, timer=timer, planning_metrics=None)
     )
     hook.function(None, **keywords)
     assert polled == ["timer", "power"]

@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY
 from sgl_ext.cli.tables import Scheduler, tables
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine.core import planning, runtime
+from sgl_ext.engine.core.metrics import Metrics
 from sgl_ext.engine.core.planning_metrics import PlanningMetrics
 from sgl_ext.memory.slab import Layout
 from sgl_ext.packages import cache_dir
@@ -123,7 +124,7 @@ def test_costs_are_seeded_by_the_profile_of_the_model(
 @pytest.fixture
 def metrics() -> Iterator[PlanningMetrics]:
     before = {*REGISTRY._collector_to_names}
-    yield PlanningMetrics(0)
+    yield PlanningMetrics(Metrics({"model_name": "m", "tp_rank": 0, "kind": "x", "priority": ""}))
     for collector in {*REGISTRY._collector_to_names} - before:
         REGISTRY.unregister(collector)
 
@@ -139,9 +140,10 @@ def test_decisions_and_errors_are_shown(ext: runtime.ExtRuntime, metrics: Planni
     metrics.update(costs.decisions)
     costs.worth_loading("ssd", 100, 0)
     metrics.update(costs.decisions)
-    labels = {"tp_rank": "0", "kind": "wait_for_tier", "choice": "wait"}
+    process = {"model_name": "m", "tp_rank": "0"}
+    labels = {**process, "kind": "wait_for_tier", "choice": "wait"}
     assert REGISTRY.get_sample_value("sglang_ext:planning_decisions_total", labels) == 4
-    labels = {"tp_rank": "0", "kind": "ssd"}
+    labels = {**process, "kind": "ssd"}
     assert REGISTRY.get_sample_value("sglang_ext:planning_error", labels) == 0.5
 
     found: Any = planning.describe(ext)
