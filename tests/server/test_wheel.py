@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import sysconfig
@@ -18,12 +17,10 @@ _DEADLINE_S = 500
 _NATIVE = {"_attention", "_clusters", "_rotation", "_transfer"}
 
 
-def run(
-    command: Sequence[str | Path], cwd: Path, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def run(command: Sequence[str | Path], cwd: Path) -> subprocess.CompletedProcess[str]:
     found = subprocess.run(
-        [*map(str, command)], cwd=cwd, env={**os.environ, **environment}, capture_output=True,
-        text=True, timeout=_DEADLINE_S, check=False,
+        [*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=_DEADLINE_S,
+        check=False,
     )  # fmt: skip
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-4000:]
     return found
@@ -63,12 +60,15 @@ def test_the_wheel_has_the_package_and_its_native_parts(wheel: Path) -> None:
 def test_an_existing_sglang_serves_with_the_installed_wheel(
     wheel: Path, model: Path, tmp_path: Path
 ) -> None:
-    target = tmp_path / "target"
-    run([sys.executable, "-m", "pip", "install", "--no-deps", "--target", target, wheel], tmp_path)
-    # Python itself instead of the virtual environment, which has the checkout installed. Its
-    # packages are found by their path, by which no checkout is installed.
-    python = Path(sys.base_prefix) / "bin" / Path(sys.executable).resolve().name
-    path = os.pathsep.join([str(target), sysconfig.get_path("purelib")])
+    # An environment with SGLang but not the checkout: it has the packages of the tests' environment
+    # by their path, and so without the links to what is installed there as editable.
+    run([sys.executable, "-m", "venv", "--without-pip", "venv"], tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    (packages,) = tmp_path.glob("venv/lib/python*/site-packages")
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    run([*pip, "install", "--no-deps", wheel], tmp_path)
+    run([python, "-m", "sgl_ext.engine.cpu.torchvision_bridge"], tmp_path)
     program = f"""
 import json, sglang as sgl, sgl_ext
 if __name__ == "__main__":
@@ -83,9 +83,9 @@ if __name__ == "__main__":
     engine.shutdown()
 """
     (tmp_path / "serve.py").write_text(program)
-    found = run([python, "serve.py"], tmp_path, PYTHONPATH=path).stdout.splitlines()[-1]
-    assert str(target) in found
+    found = run([python, "serve.py"], tmp_path).stdout.splitlines()[-1]
+    assert str(packages) in found
     for power in ("tiers", "chunks", "swap"):
         assert f'"{power}"' in found
-    cli = run([python, target / "bin" / "sgl-ext", "--version"], tmp_path, PYTHONPATH=path)
+    cli = run([python.parent / "sgl-ext", "--version"], tmp_path)
     assert "0.1.0" in cli.stdout

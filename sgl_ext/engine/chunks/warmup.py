@@ -49,10 +49,12 @@ def _look_at(
     url, key = server_args.url(), server_args.api_key
     service.fidelity = probe_over_http(url, key, service.encode, verify=verify).measure()
     if server_args.enable_metrics:
+        from sglang.srt.runtime_context import get_serving
+
         from sgl_ext.engine.chunks.metrics import export
         from sgl_ext.engine.core.metrics import Metrics
 
-        labels = {"model_name": server_args.served_model_name}
+        labels = {"model_name": get_serving().served_model_name}
         export(service.fidelity, chunks.method, Metrics(labels))
     require(service.fidelity, chunks.method, chunks.largest_divergence)
 

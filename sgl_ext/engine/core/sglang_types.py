@@ -497,7 +497,6 @@ class ServerArgs(Protocol):
     port: int
     api_key: str | None
     enable_metrics: bool
-    served_model_name: str
     enable_lora: bool | None
     lora_paths: object | None
     tp_size: int
