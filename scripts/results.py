@@ -269,6 +269,18 @@ TABLES: dict[str, Table] = {
         systems("stock", "blend-15", "lego-16", LINKED),
         [_chunks(tokens) for tokens in (1024, 4096, 7936, 32_768)],
     ),
+    "chunks-answers": Table(
+        "chunks_answers",
+        "F1 of 42 questions",
+        systems("full", "blend-15", "lego-16", LINKED),
+        [
+            answers := Column("F1", "f1", form(2), {"what": "answers"}),
+            answers._replace(title="lost", key="lost"),
+            answers._replace(title="95 % interval from", key="lost_low"),
+            answers._replace(title="to", key="lost_high"),
+            answers._replace(title="computed", key="cost", form=PERCENT),
+        ],
+    ),
     "chunks-needles": Table(
         "chunks-needles",
         "needles in 2,048 tokens",
@@ -399,51 +411,6 @@ TABLES: dict[str, Table] = {
             for name, system in (
                 ("recomputed", "recompute beside a tier"), ("page by page", "per page, waiting"),
                 ("this section", "ours"), ("the same again", "ours, again"),
-            )
-        ],
-    ),
-    "swap-sweeps": Table(
-        "swap-sweeps",
-        "as above, but",
-        {
-            **{
-                f"load {load}": {"what": f"sweep, load {load}"}
-                for load in ("0.7", "1", "1.3", "1.6")
-            },
-            "priorities drawn every 100 iterations": {"what": "sweep, random 100"},
-            "priorities drawn every 25 iterations": {"what": "sweep, random 25"},
-            "priorities that persist (Markov)": {"what": "sweep, markov 50"},
-            "host memory of 8 MiB": {"what": "sweep, host 8MiB"},
-            "host memory of 32 MiB": {"what": "sweep, host 32MiB"},
-        },
-        [
-            Column(f"{title}: {name}", key, shown, {"system": system})
-            for title, key, shown in (
-                ("TTFT, p95", "ttft_p95_s", S), ("tokens/s", "tokens_per_s", form(0)),
-                ("between tokens, p99.9", "tbt_p99.9_ms", MS),
-            )
-            for name, system in (("page by page", "per page, waiting"), ("this section", "ours"))
-        ],
-    ),
-    "swap-without": Table(
-        "swap-sweeps",
-        "this section",
-        {
-            "as it is": {"system": "ours"},
-            "copies page by page": {"system": "ours, page by page"},
-            "swap-outs wait": {"system": "ours, swap-out waits"},
-            "swap-ins wait": {"system": "ours, swap-in waits"},
-            "swap-ins never wait": {"system": "ours, swap-in never waits"},
-            "copies again what host memory has": {"system": "ours, no reuse"},
-        },
-        [
-            column._replace(match={"what": "sweep, without"})
-            for column in (
-                Column("TTFT, p95", "ttft_p95_s", S),
-                Column("p99 of all turns", "ttft_p99_of_all_s", S),
-                Column("tokens/s", "tokens_per_s", form(0)),
-                Column("between tokens, p99.9", "tbt_p99.9_ms", MS),
-                Column("pages copied for each", "pages_out_each", form(1)),
             )
         ],
     ),
