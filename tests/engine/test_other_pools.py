@@ -167,7 +167,7 @@ def test_refusals_name_pools_that_have_no_hook_of_their_own(
     monkeypatch.setattr(runtime, "current", ext := runtime.ExtRuntime(load(config)))
     assert kv_memory._pools_built(pools, configurator) is pools
     assert ext.describe_memory() == {"layout": "layer_major", "because": because}
-    monkeypatch.setattr(planning, "prepare", lambda _: None)  # reads SGLang's configuration
+    monkeypatch.setattr(planning, "prepare", lambda *_: None)  # reads SGLang's configuration
     with pytest.raises(ActivationError, match=f"but {because}; remove the peer section"):
         dispatch._ready(dict, SimpleNamespace())
     monkeypatch.setattr(runtime, "current", ext := runtime.ExtRuntime(load({})))

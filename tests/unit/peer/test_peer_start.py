@@ -121,7 +121,7 @@ def test_a_failed_activation_is_reported_in_one_line(
     runner = SimpleNamespace(attn_backend=attention, device="cpu")
     scheduler.tp_worker = SimpleNamespace(model_runner=runner)
     monkeypatch.setattr(runtime, "current", ext)
-    monkeypatch.setattr(planning, "prepare", lambda _: None)  # reads SGLang's configuration
+    monkeypatch.setattr(planning, "prepare", lambda *_: None)  # reads SGLang's configuration
     with pytest.raises(
         ActivationError, match=r"^peer: cannot open the socket ipc://\S+/master: [\w ]+$"
     ):
