@@ -42,16 +42,9 @@ def _table(*columns: str) -> Table:
 
 def _tiers(now: Sequence[Scheduler], old: Mapping[str, State], seconds: float) -> Table:
     table = _table(
-        "server",
-        "tier",
-        "full>",
-        "hit tokens>",
-        "hit rate>",
-        "saved s>",
-        "in MB/s>",
-        "out MB/s>",
+        "server", "tier", "full>", "hit tokens>", "hit rate>", "saved s>", "in MB/s>", "out MB/s>",
         "failures",
-    )
+    )  # fmt: skip
     for name, state in now:
         for tier, found in state.get("tiers", {}).items():
             first = old.get(name, {}).get("tiers", {}).get(tier, found)
