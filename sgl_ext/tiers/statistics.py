@@ -52,8 +52,8 @@ def describe(stack: TierStack) -> dict[str, TierReport]:
             failures={"no_room": host.refused} if host.refused else {},
         )
     }
-    for lower in stack.lower:
-        farther = stack.lower[stack.lower.index(lower) + 1 :]
+    for at, lower in enumerate(stack.lower, 1):
+        farther = stack.lower[at:]
         reports[lower.tier.name] = _report(lower, stack, _missed(stack, farther))
     return reports
 

@@ -18,10 +18,11 @@ import requests
 import sglang as sgl
 from conftest import until
 from fuzz_kit import rounds
-from metrics_kit import samples, value
+from metrics_kit import value
 from msgspec import to_builtins
 
 from sgl_ext.bench.data.texts import sharegpt_prompts
+from sgl_ext.bench.harness.metrics import samples
 from sgl_ext.chunks.compose import NAMESPACE
 from sgl_ext.chunks.composition import Composition
 from sgl_ext.chunks.contexts import UnknownContextError

@@ -6,11 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import requests
-from prometheus_client.parser import text_string_to_metric_families
-
 from sgl_ext.bench.chunks.prompts import Prompt, Template, document_prompts
 from sgl_ext.bench.data.questions import Question, QuestionSet, questions
+from sgl_ext.bench.harness.metrics import samples
 from sgl_ext.chunks.compose import mark
 from sgl_ext.chunks.methods import BLEND_LAYERS, PASSAGES
 from sgl_ext.client import ContextCache
@@ -25,7 +23,6 @@ DEFAULT = Chunks().method
 QUERY = "query-15"
 EXACT = ("--dtype", "float32")
 """Arguments of servers whose answers should differ because of linking, not of rounding."""
-_DEADLINE_S = 600.0
 _NOT_LINKED = "sglang_ext:chunks_missing_tokens_total", "sglang_ext:chunks_computed_tokens_total"
 
 Ids = Mapping[tuple[int, ...], str]
@@ -129,13 +126,4 @@ def nothing_missing(url: str) -> Iterator[None]:
 
 def _missing(url: str) -> float:
     """Returns how many tokens of chunks a server has computed instead of linking them."""
-    try:
-        text = requests.get(f"{url}/metrics", timeout=_DEADLINE_S).text
-    except requests.RequestException as error:
-        raise ExtError(f"{url} does not report its metrics: {error}") from None
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name in _NOT_LINKED
-    )
+    return sum(sample.value for sample in samples(url, *_NOT_LINKED))

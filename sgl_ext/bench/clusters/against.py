@@ -19,6 +19,7 @@ from pathlib import Path
 
 from sgl_ext.bench.clusters.answers import follows, store
 from sgl_ext.bench.clusters.samples import Sample, stored_system
+from sgl_ext.bench.clusters.serving import BLOCKS
 from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.errors import ExtError
 from sgl_ext.serving import server
@@ -30,7 +31,6 @@ _PROMPT, _ANSWER = 24, 32
 _SHARES = (0.05, 0.1, 0.25)
 _STORED_POOL = 2048
 """Device pool of the server that follows the stored context, in tokens."""
-_BLOCKS = ("fetched", "prefetched", "in_memory")
 _FIRST = 1000
 """Token id below the first tokens of prompts, which differ."""
 _SMALL = 64
@@ -95,7 +95,7 @@ def report_against(
             | summary(one.ttft, "ttft_ms", 1e3)
             | summary(one.token, "token_ms", 1e3)
         )  # fmt: skip
-    report.runs.append({"what": "against, blocks", **{name: blocks[name] for name in _BLOCKS}})
+    report.runs.append({"what": "against, blocks", **{name: blocks[name] for name in BLOCKS}})
     for batch in batches:
         for share in _SHARES:
             ours = found[_name(share), batch]

@@ -90,7 +90,8 @@ class _Measured:
     blocks: NDArray[np.int64] | int = 0
 
 
-_BLOCKS = ("fetched", "prefetched", "in_memory")
+BLOCKS = ("fetched", "prefetched", "in_memory")
+"""Counts of blocks that a server reports of an open context, by their source."""
 
 
 def _answer(url: str, prompt: Sequence[int], context: str, measured: _Measured) -> None:
@@ -104,9 +105,7 @@ def _answer(url: str, prompt: Sequence[int], context: str, measured: _Measured) 
     measured.seconds += long
     for name, seconds in after["seconds"].items():
         measured.spent[name] += seconds - before["seconds"][name]
-    new, old = (
-        np.array([found["by_layer"][name] for name in _BLOCKS]) for found in (after, before)
-    )
+    new, old = (np.array([found["by_layer"][name] for name in BLOCKS]) for found in (after, before))
     measured.blocks = measured.blocks + new - old
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from sgl_ext.bench.swap.load import Heard, at_rate, gaps_in_service
 from sgl_ext.bench.swap.runs import Workload, mean_answer, mean_pages
+from sgl_ext.bench.swap.sweeps import highest_load
 from sgl_ext.bench.swap.systems import (
     BESIDE_TIER,
     HICACHE,
@@ -76,3 +77,11 @@ def test_conversations_are_the_same_at_any_rate(model: Path) -> None:
         assert sum(len(turn.said) + turn.answer for turn in talk.turns) <= 512
     assert 0 < mean_answer(one) < 512
     assert 0 < mean_pages(one, 16) < 32
+
+
+@pytest.mark.parametrize(
+    ("objective", "load"), [(0.5, 0.7), (1.0, 0.7), (2.0, 0.85), (3.0, 1.0), (9.0, 1.3)]
+)
+def test_the_highest_load_of_an_objective_is_interpolated(objective: float, load: float) -> None:
+    measured = [(0.7, 1.0), (1.0, 3.0), (1.3, 5.0)]
+    assert highest_load(measured, objective) == pytest.approx(load)
