@@ -31,6 +31,8 @@ class ContextInfo(msgspec.Struct, frozen=True):
     """Name of the link method that the context is prepared for."""
     expires_in: float | None
     """Seconds until the context expires, as of the answer; None if it never expires."""
+    pinned: bool = False
+    """True if the server keeps the context when it has more contexts than its limit."""
 
 
 class _Listed(msgspec.Struct):
@@ -124,6 +126,17 @@ class ContextCache:
     def delete(self, id_: str) -> None:
         """Deletes a context; requests that already link it continue."""
         self._ask("DELETE", f"/{quote(id_, safe='')}", dict[str, str], params=self._salt)
+
+    def pin(self, id_: str) -> ContextInfo:
+        """Pins a context: the server does not drop it when it has more contexts than its limit.
+
+        The server computes the KV of the context in the background if it was evicted.
+        """
+        return self._ask("POST", f"/{quote(id_, safe='')}/pin", ContextInfo, params=self._salt)
+
+    def unpin(self, id_: str) -> ContextInfo:
+        """Unpins a context, which the server may then drop again."""
+        return self._ask("POST", f"/{quote(id_, safe='')}/unpin", ContextInfo, params=self._salt)
 
     def _ask(self, verb: str, path: str, type_: type[T], **content: Any) -> T:
         answer = self._request(verb, path, **content)

@@ -110,7 +110,8 @@ _ROUTES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("POST", "/separate_reasoning", {"text": "a", "reasoning_parser": "qwen3"}),
 )  # fmt: skip
 _READ = (
-    "/ext/chunks/list", "/ext/chunks/fidelity", "/ext/chunks/{}",
+    "/ext/chunks/list", "/ext/chunks/fidelity", "/ext/chunks/{}", "/ext/chunks/{}/pin",
+    "/ext/chunks/{}/unpin",
     "/ext/clusters/list", "/ext/clusters/{}", "/v1/models/{}", "/v1/responses/{}",
     "/server_info", "/model_info", "/v1/loads", "/metrics", "/ext/{}", "/{}",
 )  # fmt: skip

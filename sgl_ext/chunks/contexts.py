@@ -18,6 +18,8 @@ _ID_BYTES = 16
 _SLACK = 64
 """Entries of the expiry heap, beyond twice the number of contexts, above which the heap is rebuilt
 without the entries of removed contexts."""
+_UNPINNED = 8
+"""Contexts of the limit that cannot be pinned. The probe at start has 7 contexts at once."""
 
 
 class UnknownContextError(ExtError):
@@ -52,6 +54,8 @@ class Context:
     """Expiry on the registry's clock, in seconds; None if it does not expire."""
     query: int = 0
     """Percentage of its tokens that the end of the prompt selects for recomputation."""
+    pinned: bool = False
+    """True if it is not removed when there are more contexts than the limit."""
 
 
 class Keeper(Protocol):
@@ -60,6 +64,7 @@ class Keeper(Protocol):
 
     def all(self) -> Iterable[tuple[Context, float | None]]: ...
     def add(self, context: Context, ttl: float | None) -> None: ...
+    def update(self, context: Context, ttl: float | None) -> None: ...
     def remove(self, id_: str) -> None: ...
 
 
@@ -68,15 +73,22 @@ class Contexts:
     """Registry of chunks, by id and by text.
 
     Args:
-        limit: maximum number of chunks; the least recently used ones are removed first.
+        limit: maximum number of chunks; beyond it, the least recently used ones that are not pinned
+            are removed.
         clock: returns the time in seconds.
         keeper: store of the contexts, from which the registry is filled; None if there is none.
+
+    Raises:
+        ExtError: more contexts of the keeper are pinned than the limit allows.
     """
 
     limit: int
     clock: Callable[[], float]
     keeper: Keeper | None = None
     _contexts: OrderedDict[str, Context] = field(default_factory=OrderedDict)
+    """All contexts, the least recently used first."""
+    _unpinned: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    """Ids of the contexts that are not pinned, in the same order."""
     _by_text: dict[tuple[str | None, str], list[str]] = field(default_factory=dict)
     _expiry: list[tuple[float, str]] = field(default_factory=list)
     _before: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
@@ -90,7 +102,11 @@ class Contexts:
         for context, left in self.keeper.all() if self.keeper is not None else ():
             expires = None if left is None else self.clock() + left
             self._insert(replace(context, expires=expires))
-        self._expire()
+        if (pinned := self.pinned) > self.most_pinned:
+            raise ExtError(
+                f"{pinned} contexts are pinned, but with chunks.limit = {self.limit} at most "
+                f"{self.most_pinned} can be; set chunks.limit to {pinned + _UNPINNED} or more"
+            )
         self._evict()
 
     def __len__(self) -> int:
@@ -101,6 +117,17 @@ class Contexts:
         """Returns whether any tenant has a context with this id."""
         self._expire()
         return id_ in self._contexts
+
+    @property
+    def pinned(self) -> int:
+        """Number of pinned contexts."""
+        self._expire()
+        return len(self._contexts) - len(self._unpinned)
+
+    @property
+    def most_pinned(self) -> int:
+        """Maximum number of pinned contexts; others can be created beside them."""
+        return max(self.limit - _UNPINNED, 0)
 
     def create(
         self,
@@ -145,6 +172,8 @@ class Contexts:
         self.tokens += len(context.tokens)
         context = replace(context, before=behind)
         self._contexts[context.id] = context
+        if not context.pinned:
+            self._unpinned[context.id] = None
         if context.text is not None:
             self._by_text.setdefault((context.salt, context.text), []).append(context.id)
         if context.expires is not None:
@@ -164,6 +193,8 @@ class Contexts:
                 f"context {id_!r} not found: it does not exist or no longer exists; create it again"
             )
         self._contexts.move_to_end(id_)
+        if not context.pinned:
+            self._unpinned.move_to_end(id_)
         return context
 
     def find(self, text: str, salt: str | None = None) -> Context | None:
@@ -180,8 +211,41 @@ class Contexts:
         self._expire()
         return [context for context in self._contexts.values() if context.salt == salt]
 
+    def pin(self, id_: str, salt: str | None = None, *, pinned: bool) -> Context:
+        """Pins or unpins a context, returns it and marks it as used.
+
+        A pinned context is not removed beyond the limit. It can be deleted, and it expires.
+
+        Raises:
+            UnknownContextError: the tenant has no such context.
+            ExtError: the maximum number of contexts is pinned, or the keeper cannot store the
+                change; the context is then as it was.
+        """
+        context = self.get(id_, salt)
+        if context.pinned == pinned:
+            return context
+        if pinned and self.pinned >= self.most_pinned:
+            raise ExtError(
+                f"context {id_!r} cannot be pinned: with chunks.limit = {self.limit} at most "
+                f"{self.most_pinned} contexts can be pinned, and as many are; unpin one, or raise "
+                "chunks.limit"
+            )
+        if self.keeper is not None:
+            left = None if context.expires is None else context.expires - self.clock()
+            self.keeper.update(replace(context, pinned=pinned), left)
+        return self.mark(id_, pinned=pinned)
+
+    def mark(self, id_: str, *, pinned: bool) -> Context:
+        """Pins or unpins a context in the registry only, and marks it as used."""
+        context = self._contexts[id_] = replace(self._contexts[id_], pinned=pinned)
+        self._contexts.move_to_end(id_)
+        self._unpinned.pop(id_, None)
+        if not pinned:
+            self._unpinned[id_] = None
+        return context
+
     def delete(self, id_: str, salt: str | None = None) -> None:
-        """Deletes a context. Requests that already link it are not affected.
+        """Deletes a context, also a pinned one. Requests that already link it are not affected.
 
         Raises:
             UnknownContextError: the tenant has no such context.
@@ -201,7 +265,7 @@ class Contexts:
 
     def _evict(self) -> None:
         while len(self._contexts) > self.limit:
-            self._drop(next(iter(self._contexts)))
+            self._drop(next(iter(self._unpinned)))
 
     def _drop(self, id_: str) -> None:
         """Removes a context that has expired or is beyond the limit."""
@@ -215,6 +279,7 @@ class Contexts:
     def forget(self, id_: str) -> None:
         """Removes a context from the registry only."""
         context = self._contexts.pop(id_)
+        self._unpinned.pop(id_, None)
         self.tokens -= len(context.tokens)
         self._sharing[context.before] -= 1
         if not self._sharing[context.before]:

@@ -100,12 +100,23 @@ class KeptContexts:
         Raises:
             ExtError: the database cannot be written.
         """
-        expires = None if ttl is None else self._wall() + ttl
-        content = msgspec.msgpack.encode(replace(context, expires=expires))
         self._execute(
             "INSERT INTO contexts (id, model, content) VALUES (?, ?, ?)",
-            context.id, self._model, content,
+            context.id, self._model, self._content(context, ttl),
         )  # fmt: skip
+
+    def update(self, context: Context, ttl: float | None) -> None:
+        """Replaces the description of a context if it is there.
+
+        Args:
+            ttl: seconds until it expires; None if it does not.
+
+        Raises:
+            ExtError: the database cannot be written.
+        """
+        self._execute(
+            "UPDATE contexts SET content = ? WHERE id = ?", self._content(context, ttl), context.id
+        )
 
     def remove(self, id_: str) -> None:
         """Removes a context if it is there.
@@ -133,6 +144,10 @@ class KeptContexts:
 
     def close(self) -> None:
         self._db.close()
+
+    def _content(self, context: Context, ttl: float | None) -> bytes:
+        expires = None if ttl is None else self._wall() + ttl
+        return msgspec.msgpack.encode(replace(context, expires=expires))
 
     def _execute(self, statement: str, *values: object) -> None:
         try:

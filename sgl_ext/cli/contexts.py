@@ -1,7 +1,8 @@
-"""Commands for the context cache of ``chunks``: contexts list, create, delete."""
+"""Commands for the context cache of ``chunks``: contexts list, create, delete, pin, unpin."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -92,13 +93,52 @@ def delete(
     delete_each(ContextCache(url, api_key, cache_salt).delete, ids)
 
 
+@_contexts.command()
+def pin(
+    ids: Annotated[list[str], typer.Argument(help="Ids of the contexts.")],
+    url: UrlOption = DEFAULT_URL,
+    api_key: KeyOption = None,
+    cache_salt: SaltOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Pins contexts: they stay when the server has more contexts than chunks.limit."""
+    _change("pinned", ContextCache(url, api_key, cache_salt).pin, ids, as_json=as_json)
+
+
+@_contexts.command()
+def unpin(
+    ids: Annotated[list[str], typer.Argument(help="Ids of the contexts.")],
+    url: UrlOption = DEFAULT_URL,
+    api_key: KeyOption = None,
+    cache_salt: SaltOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Unpins contexts, which the server may then drop again."""
+    _change("unpinned", ContextCache(url, api_key, cache_salt).unpin, ids, as_json=as_json)
+
+
+def _change(
+    what: str, change: Callable[[str], ContextInfo], ids: list[str], *, as_json: bool
+) -> None:
+    """Changes contexts one by one, and prints the id of each, or all as JSON."""
+    changed = []
+    with failing():
+        for id_ in ids:
+            changed.append(change(id_))
+            if not as_json:
+                print(f"{what} {id_}")
+    if as_json:
+        _print(tuple(changed), as_json=True)
+
+
 def _print(contexts: tuple[ContextInfo, ...], *, as_json: bool) -> None:
     if as_json:
         print_json({"contexts": msgspec.to_builtins(contexts)})
         return
-    table = Table("id", "tokens", "MiB", "method", "expires in", box=None, pad_edge=False)
+    table = Table("id", "tokens", "MiB", "method", "expires in", "pinned", box=None, pad_edge=False)
     for each in contexts:
         left = "never" if each.expires_in is None else f"{each.expires_in:,.0f} s"
         size = f"{each.bytes / 2**20:,.1f}"
-        table.add_row(each.id, f"{each.tokens:,}", size, each.method, left)
+        pinned = "yes" if each.pinned else ""
+        table.add_row(each.id, f"{each.tokens:,}", size, each.method, left, pinned)
     Console().print(table)

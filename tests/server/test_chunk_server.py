@@ -496,14 +496,15 @@ def test_contexts_outlive_a_server_that_is_killed(
         made = cache.create(texts[:2], tell=progress.append)
         ids = [each.id for each in made]
         before = generate(server, "Read this. ", *ids, "What is it about?")
+        assert cache.pin(ids[1]).pinned
         short = cache.create(["A text that expires soon."], ttl=1e-3)
         for process in [*reversed(server.process.children(recursive=True)), server.process]:
             process.send_signal(signal.SIGKILL)
     assert progress == ["1/2", "2/2"]
     with serve([system], model, tmp_path / "logs") as (server,):
         cache = ContextCache(server.url)
-        assert [(each.id, each.tokens) for each in cache.list()] == [
-            (each.id, each.tokens) for each in made
+        assert [(each.id, each.tokens, each.pinned) for each in cache.list()] == [
+            (each.id, each.tokens, each.id == ids[1]) for each in made
         ]
         with pytest.raises(UnknownContextError):
             cache.get(short[0].id)

@@ -18,7 +18,10 @@ from sgl_ext.cli.starters import STARTERS, starter
 from sgl_ext.config import load
 from sgl_ext.errors import ExtError
 
-CONTEXT = {"id": "ctx-1", "tokens": 700, "bytes": 1 << 20, "method": "lego-16", "expires_in": None}
+CONTEXT = {
+    "id": "ctx-1", "tokens": 700, "bytes": 1 << 20, "method": "lego-16", "expires_in": None,
+    "pinned": False,
+}  # fmt: skip
 STORED = {"id": "stx-1", "tokens": 701, "bytes": 1 << 21, "index_bytes": 7, "model": "m"}
 
 
@@ -75,6 +78,11 @@ class Handler(BaseHTTPRequestHandler):
         size = int(self.headers.get("content-length") or 0)
         body = json.loads(self.rfile.read(size)) if size else None
         self.asked.append(("POST", self.path, body))
+        name = self.path.partition("?")[0]
+        if name.endswith(("/pin", "/unpin")):
+            changed = {**CONTEXT, "pinned": name.endswith("/pin")}
+            self._send("application/json", json.dumps(changed))
+            return
         made: dict[str, Any] = {"contexts": [CONTEXT]} if "chunks" in self.path else STORED
         events = ({"progress": "1/2" if "chunks" in self.path else "layer 1/2"}, made)
         self._send("text/event-stream", "".join(f"data: {json.dumps(e)}\n\n" for e in events))
@@ -130,6 +138,30 @@ def test_contexts_are_created_listed_and_deleted(url: str, tmp_path: Path) -> No
     ]  # fmt: skip
 
 
+def test_contexts_are_pinned_and_unpinned(url: str) -> None:
+    pinned = run("contexts", "pin", "ctx-1", "a/b", "--url", url)
+    assert (pinned.exit_code, pinned.stdout) == (0, "pinned ctx-1\npinned a/b\n")
+    assert run("contexts", "unpin", "ctx-1", "--url", url).stdout == "unpinned ctx-1\n"
+    how = ("--url", url, "--cache-salt", "s", "--json")
+    for act in ("pin", "unpin"):
+        changed = run("contexts", act, "ctx-1", "ctx-1", *how)
+        assert json.loads(changed.stdout) == {"contexts": [{**CONTEXT, "pinned": act == "pin"}] * 2}
+    assert [path for _, path, _ in Handler.asked] == [
+        "/ext/chunks/ctx-1/pin", "/ext/chunks/a%2Fb/pin", "/ext/chunks/ctx-1/unpin",
+        *["/ext/chunks/ctx-1/pin?cache_salt=s"] * 2, *["/ext/chunks/ctx-1/unpin?cache_salt=s"] * 2,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_pinned_contexts_are_marked_in_the_list(
+    url: str, pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CONTEXT, "pinned", pinned)
+    heading, row = run("contexts", "list", "--url", url).stdout.splitlines()
+    assert heading.split()[-1] == "pinned"
+    assert row.split()[-1] == ("yes" if pinned else "never")
+
+
 def test_stored_contexts_are_stored_listed_and_deleted(url: str, tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_text("a text")
@@ -148,6 +180,7 @@ def test_stored_contexts_are_stored_listed_and_deleted(url: str, tmp_path: Path)
     [
         ("contexts", "list"), ("stored", "list"), ("cache", "clear"), ("cache", "stat"),
         ("store", __file__), ("contexts", "create", __file__), ("cache", "warm", __file__),
+        ("contexts", "pin", "ctx-1"), ("contexts", "unpin", "ctx-1"),
         ("top",), ("verify",),
     ],
 )  # fmt: skip

@@ -49,8 +49,24 @@ def test_contexts_are_created_listed_and_deleted(
     assert [context.id for context in cache.list()] == [ids.id, alone.id]
 
 
-@pytest.mark.parametrize("act", [ContextCache.get, ContextCache.delete])
-@pytest.mark.parametrize("id_", ["ctx-none", "a?b#é %"])
+def test_contexts_are_pinned_and_unpinned(cache: ContextCache) -> None:
+    one, two, three = cache.create(["a", "b", "c"])
+    pinned = cache.pin(one.id)
+    assert pinned == ContextInfo(one.id, 1, 100, "lego-2", None, pinned=True)
+    cache.pin(two.id)
+    with pytest.raises(ExtError, match="at most 2 contexts can be pinned"):
+        cache.pin(three.id)
+    assert cache.unpin(one.id) == one
+    assert cache.pin(three.id).pinned
+    assert [(each.id, each.pinned) for each in cache.list()] == [
+        (two.id, True), (one.id, False), (three.id, True),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "act", [ContextCache.get, ContextCache.delete, ContextCache.pin, ContextCache.unpin]
+)
+@pytest.mark.parametrize("id_", ["ctx-none", "a?b#é %", "a/b", "a/pin"])
 def test_unknown_contexts_raise(
     cache: ContextCache, act: Callable[[ContextCache, str], object], id_: str
 ) -> None:
@@ -67,7 +83,7 @@ def test_contexts_are_visible_to_their_own_tenant_only(
     assert mine.get(context.id).id == context.id
     for theirs in (cache, ContextCache(server.url, cache_salt="other")):
         assert theirs.list() == ()
-        for act in (theirs.get, theirs.delete):
+        for act in (theirs.get, theirs.delete, theirs.pin, theirs.unpin):
             with pytest.raises(UnknownContextError):
                 act(context.id)
     mine.delete(context.id)

@@ -86,18 +86,22 @@ def router(service: ContextService) -> APIRouter:
     from sglang.srt.entrypoints.http_server import ORJSONRoute
 
     # SGLang's route class parses bodies with orjson, which rejects lone surrogates. Validation
-    # errors quote the values that they reject.
+    # errors quote the values that they reject. Ids are paths, because they may contain an encoded
+    # "/", which the server decodes before it looks up the route.
     routes = APIRouter(prefix="/ext/chunks", route_class=ORJSONRoute)
 
     def told(context: Context) -> dict[str, object]:
         return msgspec.structs.asdict(service.describe(context))
 
-    def made(contexts: Sequence[Context]) -> dict[str, object]:
+    def warned(answer: dict[str, object]) -> dict[str, object]:
         warning = service.warning
-        more = {} if warning is None else {"warning": warning}
-        return {"contexts": [*map(told, contexts)], **more}
+        return answer if warning is None else {**answer, "warning": warning}
+
+    def made(contexts: Sequence[Context]) -> dict[str, object]:
+        return warned({"contexts": [*map(told, contexts)]})
 
     @routes.post("")
+    @routes.post("/", include_in_schema=False)  # not the routes of the empty id
     async def create(body: CreateContexts, request: Request) -> Any:
         if body.stream:
 
@@ -116,14 +120,22 @@ def router(service: ContextService) -> APIRouter:
         found = service.fidelity
         return {"method": service.method, "nats": None if found is None else asdict(found)}
 
-    @routes.get("/{id_}")
+    @routes.get("/{id_:path}")
     async def one(id_: str, cache_salt: str | None = None) -> dict[str, object]:
         return told(service.contexts.get(id_, cache_salt))
 
-    @routes.delete("/{id_}")
+    @routes.delete("/{id_:path}")
     async def delete(id_: str, cache_salt: str | None = None) -> dict[str, object]:
         service.delete(id_, cache_salt)
         return {"deleted": id_}
+
+    @routes.post("/{id_:path}/pin")
+    async def pin(id_: str, cache_salt: str | None = None) -> dict[str, object]:
+        return warned(told(await service.pin(id_, cache_salt, pinned=True)))
+
+    @routes.post("/{id_:path}/unpin")
+    async def unpin(id_: str, cache_salt: str | None = None) -> dict[str, object]:
+        return told(await service.pin(id_, cache_salt, pinned=False))
 
     return routes
 

@@ -17,7 +17,8 @@ class Renewal:
 
     The contexts of a prompt are renewed if KV of any of them was missing. The first miss after a
     renewal does not renew a context that no prompt has found in between: where contexts evict each
-    other, renewing all of them after every miss would double the work.
+    other, renewing all of them after every miss would double the work. Pinned contexts are renewed
+    after every miss.
 
     Args:
         compute: computes the KV of a context into the radix tree, unless it is there.
@@ -45,9 +46,14 @@ class Renewal:
                 self._unused.pop(context.id, None)
             return
         for context in contexts:
-            if self._unused.pop(context.id, None) is None:
-                self._waiting[context.id] = context
-        if self._waiting and (self._task is None or self._task.done()):
+            unused = self._unused.pop(context.id, None) is not None
+            if context.pinned or not unused:
+                self.renew(context)
+
+    def renew(self, context: Context) -> None:
+        """Computes the KV of a context in the background, unless it is there."""
+        self._waiting[context.id] = context
+        if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:

@@ -107,6 +107,7 @@ class ContextService(Front):
             bytes=len(context.tokens) * self._token_bytes,
             method=context.method,
             expires_in=None if expires is None else expires - time.monotonic(),
+            pinned=context.pinned,
         )
 
     @property
@@ -147,11 +148,7 @@ class ContextService(Front):
                 too many chunks; the method does not exist or cannot be used here; the server does
                 not compute a chunk; or the contexts cannot be kept.
         """
-        if len(chunks) > self.contexts.limit:
-            raise ExtError(
-                f"{len(chunks)} chunks were given at once, but the server keeps at most "
-                f"{self.contexts.limit} (chunks.limit); create fewer"
-            )
+        self._require_unpinned(len(chunks))
         tokens = [
             await self._read(self._tokens_of, number, chunk) for number, chunk in enumerate(chunks)
         ]
@@ -168,6 +165,7 @@ class ContextService(Front):
         made: list[Context] = []
         async with self._keeping:
             try:
+                self._require_unpinned(len(chunks))  # others may have been pinned meanwhile
                 for chunk, ids, text, again in zip(chunks, tokens, before, recompute, strict=True):
                     made.append(
                         self.contexts.create(
@@ -202,6 +200,25 @@ class ContextService(Front):
         if self._kept is not None:
             self._kept.commit()
 
+    async def pin(self, id_: str, salt: str | None, *, pinned: bool) -> Context:
+        """Pins or unpins a context, and returns it; see :meth:`Contexts.pin`.
+
+        The KV of a context that is pinned is computed in the background, unless it is there.
+        """
+        async with self._keeping:
+            before = self.contexts.get(id_, salt).pinned
+            context = self.contexts.pin(id_, salt, pinned=pinned)
+            try:
+                if self._kept is not None:
+                    await self._read(self._kept.commit)
+            except ExtError:
+                if id_ in self.contexts:
+                    self.contexts.mark(id_, pinned=before)
+                raise
+        if pinned:
+            self.renewal.renew(context)
+        return context
+
     def _passages(self, tokens: Sequence[Sequence[int]], salt: str | None) -> list[tuple[int, ...]]:
         """Returns the passages that chunks are primed with: of these chunks, then of the tenant's.
 
@@ -226,6 +243,16 @@ class ContextService(Front):
         if name is None and how.preparation is Preparation.PRIMED and alone:
             return link_method(ALONE)
         return how
+
+    def _require_unpinned(self, count: int) -> None:
+        """Checks that ``count`` new contexts can exist at once, beside the pinned ones."""
+        pinned = self.contexts.pinned
+        if count > (most := self.contexts.limit - pinned):
+            beside = f" beside {pinned} pinned contexts" if pinned else ""
+            raise ExtError(
+                f"{count} chunks were given at once, but the server keeps at most {most}{beside} "
+                "(chunks.limit); create fewer"
+            )
 
     def _require_room(
         self, tokens: Sequence[Sequence[int]], before: Sequence[Sequence[int]]

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from urllib.parse import quote
 
 import pytest
 from context_kit import Manager
@@ -136,6 +137,104 @@ def test_contexts_that_cannot_be_kept_are_not_created(manager: Manager, tmp_path
     assert [each.text for each, _ in kept.all()] == ["abc", "f"]
     service.delete(one.id, None)
     assert [each.text for each, _ in kept.all()] == ["f"]
+    kept.close()
+
+
+def test_pinned_contexts_are_listed_and_stay(client: TestClient) -> None:
+    one, two, three = create(client, "a", "b", "c")
+    assert not one["pinned"]
+    pinned = client.post(f"/ext/chunks/{one['id']}/pin")
+    assert (pinned.status_code, pinned.json()) == (200, {**one, "pinned": True})
+    assert client.post(f"/ext/chunks/{two['id']}/pin").status_code == 200
+    refused = client.post(f"/ext/chunks/{three['id']}/pin")
+    assert refused.status_code == 400
+    assert "at most 2 contexts can be pinned" in refused.json()["error"]["message"]
+    many = client.post("/ext/chunks", json={"chunks": ["x"] * 9})
+    assert many.status_code == 400
+    assert "at most 8 beside 2 pinned contexts" in many.json()["error"]["message"]
+    later = create(client, *"defghijk")
+    found = client.get("/ext/chunks/list").json()["contexts"]
+    assert [each["id"] for each in found] == [each["id"] for each in (one, two, *later)]
+    assert [each["pinned"] for each in found] == [True] * 2 + [False] * 8
+    assert client.post(f"/ext/chunks/{one['id']}/unpin").json() == one
+    assert client.delete(f"/ext/chunks/{two['id']}").status_code == 200
+    assert client.post(f"/ext/chunks/{later[0]['id']}/pin").json()["pinned"]
+
+
+def test_chunks_for_which_pins_have_left_no_room_are_not_created(service: ContextService) -> None:
+    prepare_all = service._preparation.prepare_all
+
+    async def scene() -> None:
+        (one,) = await service.create(["a"])
+
+        async def with_a_pin(*arguments: Any) -> Any:
+            await service.pin(one.id, None, pinned=True)
+            return await prepare_all(*arguments)
+
+        with (
+            mock.patch.object(service._preparation, "prepare_all", with_a_pin),
+            pytest.raises(ExtError, match=r"10 chunks .* keeps at most 9 beside 1 pinned contexts"),
+        ):
+            await service.create(["b"] * 10)
+        assert [each.id for each in service.contexts.all()] == [one.id]
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("id_", ["", "a", "a/b", "a/pin", "ctx-none/"])
+def test_unknown_ids_get_404_with_the_id(client: TestClient, id_: str) -> None:
+    path = f"/ext/chunks/{quote(id_, safe='')}"
+    for answer in (
+        client.get(path), client.delete(path), client.post(f"{path}/pin"),
+        client.post(f"{path}/unpin"),
+    ):  # fmt: skip
+        assert answer.status_code == 404
+        assert f"context {id_!r} not found" in answer.json()["error"]["message"]
+
+
+def test_a_final_slash_of_the_route_is_ignored(client: TestClient) -> None:
+    assert client.post("/ext/chunks/", json={"chunks": ["a"]}).json()["contexts"]
+
+
+def test_the_kv_of_a_pinned_context_is_computed(service: ContextService, manager: Manager) -> None:
+    async def scene() -> None:
+        (context,) = await service.create(["abc"], salt="s")
+        await service.pin(context.id, "s", pinned=True)
+        assert service.renewal._task is not None
+        await service.renewal._task
+        await service.pin(context.id, "s", pinned=False)
+
+    asyncio.run(scene())
+    first, second = manager.requests
+    assert first.input_ids == second.input_ids
+    assert (second.extra_key, second.cache_salt) == ("ext:chunk", "s")
+
+
+def test_a_pin_that_cannot_be_kept_is_undone(manager: Manager, tmp_path: Path) -> None:
+    kept = KeptContexts(tmp_path, "a model")
+    service = ContextService(
+        manager, method="lego-2", limit=10, page=16, token_bytes=100, pool=1000, kept=kept
+    )
+    full = ExtError("the device is full")
+
+    def fails() -> None:
+        kept.undo()
+        raise full
+
+    async def scene() -> None:
+        (one,) = await service.create(["abc"])
+        with mock.patch.object(kept, "commit", fails), pytest.raises(ExtError, match="full"):
+            await service.pin(one.id, None, pinned=True)
+        assert service.contexts.all() == [one]
+        assert [each.pinned for each, _ in kept.all()] == [False]
+        await service.pin(one.id, None, pinned=True)
+        kept.undo()  # nothing that was not committed
+        with mock.patch.object(kept, "commit", fails), pytest.raises(ExtError, match="full"):
+            await service.pin(one.id, None, pinned=False)
+        assert service.contexts.pinned == 1
+        assert [each.pinned for each, _ in kept.all()] == [True]
+
+    asyncio.run(scene())
     kept.close()
 
 
@@ -296,7 +395,11 @@ def test_contexts_are_invisible_to_other_tenants(client: TestClient) -> None:
         assert found.status_code == 404
         assert found.json()["error"]["message"] == unknown.replace("ctx-none", mine["id"])
         assert client.get(f"/ext/chunks/list{query}").json() == {"contexts": []}
+        for act in ("pin", "unpin"):
+            answer = client.post(f"/ext/chunks/{mine['id']}/{act}{query}")
+            assert (answer.status_code, answer.json()) == (404, found.json())
     assert client.get(f"/ext/chunks/{mine['id']}?cache_salt=mine").status_code == 200
+    assert client.post(f"/ext/chunks/{mine['id']}/pin?cache_salt=mine").json()["pinned"]
 
 
 @pytest.mark.parametrize(

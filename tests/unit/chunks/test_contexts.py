@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sgl_ext.chunks.contexts import Context, Contexts, UnknownContextError
+from sgl_ext.errors import ExtError
 
+LIMIT, MOST_PINNED = 12, 4
 SALTS = st.sampled_from([None, "a", "b"])
 TEXTS = st.sampled_from("stuvwxyz")
 
@@ -26,10 +30,12 @@ class Tenants(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.contexts = Contexts(limit=6, clock=self.clock)
+        self.contexts = Contexts(limit=LIMIT, clock=self.clock)
         self.model: list[Context] = []
         self.gone: list[Context] = []
         self.created: list[Context] = []
+        for _ in range(LIMIT - 2):
+            self.add(None, None, None)
 
     def drop(self, which: list[Context]) -> None:
         self.gone += which
@@ -37,11 +43,15 @@ class Tenants(RuleBasedStateMachine):
 
     @rule(text=TEXTS | st.none(), salt=SALTS, ttl=st.none() | st.integers(1, 9))
     def create(self, text: str | None, salt: str | None, ttl: int | None) -> None:
+        self.add(text, salt, ttl)
+
+    def add(self, text: str | None, salt: str | None, ttl: int | None) -> None:
         made = self.contexts.create((1, 2), method="naive", text=text, salt=salt, ttl=ttl)
         assert made.expires == (None if ttl is None else self.clock.now + ttl)
         self.model.append(made)
         self.created.append(made)
-        self.drop(self.model[:-6])
+        if len(self.model) > LIMIT:
+            self.drop([next(one for one in self.model if not one.pinned)])
 
     @rule(number=st.integers(0, 20), salt=SALTS)
     def get(self, number: int, salt: str | None) -> None:
@@ -57,6 +67,8 @@ class Tenants(RuleBasedStateMachine):
                 self.contexts.get(wanted.id, salt)
             with pytest.raises(UnknownContextError):
                 self.contexts.delete(wanted.id, salt)
+            with pytest.raises(UnknownContextError):
+                self.contexts.pin(wanted.id, salt, pinned=True)
 
     def touch(self, context: Context) -> None:
         self.model.remove(context)
@@ -80,6 +92,23 @@ class Tenants(RuleBasedStateMachine):
             self.contexts.delete(wanted.id, wanted.salt)
             self.drop([wanted])
 
+    @rule(number=st.integers(0, 20), pinned=st.booleans())
+    def pin(self, number: int, pinned: bool) -> None:
+        if not self.model:
+            return
+        wanted = self.model[number % len(self.model)]
+        full = sum(one.pinned for one in self.model) == MOST_PINNED
+        if pinned and not wanted.pinned and full:
+            with pytest.raises(ExtError, match=f"at most {MOST_PINNED} contexts can be pinned"):
+                self.contexts.pin(wanted.id, wanted.salt, pinned=True)
+            self.touch(wanted)
+            return
+        made = self.contexts.pin(wanted.id, wanted.salt, pinned=pinned)
+        assert made == replace(wanted, pinned=pinned)
+        self.created[self.created.index(wanted)] = made
+        self.model.remove(wanted)
+        self.model.append(made)
+
     @rule(seconds=st.integers(0, 5))
     def wait(self, seconds: int) -> None:
         self.clock.now += seconds
@@ -89,6 +118,7 @@ class Tenants(RuleBasedStateMachine):
     @invariant()
     def the_same(self) -> None:
         assert len(self.contexts) == len(self.model)
+        assert self.contexts.pinned == sum(one.pinned for one in self.model)
         for salt in (None, "a", "b"):
             assert self.contexts.all(salt) == [one for one in self.model if one.salt == salt]
 
@@ -104,6 +134,36 @@ def test_ids_cannot_be_guessed() -> None:
     assert min(map(len, ids)) >= 25
 
 
+def test_pinned_contexts_stay_beyond_the_limit_until_they_are_unpinned() -> None:
+    contexts = Contexts(limit=10, clock=Clock())
+    pinned = [contexts.create((n,), method="naive") for n in range(2)]
+    for each in pinned:
+        contexts.pin(each.id, pinned=True)
+    later = [contexts.create((n,), method="naive").id for n in range(20)]
+    assert [each.id for each in contexts.all()] == [each.id for each in pinned] + later[-8:]
+    contexts.pin(pinned[0].id, pinned=False)
+    for n in range(9):
+        contexts.create((n,), method="naive")
+    assert pinned[0].id not in contexts
+    assert pinned[1].id in contexts
+
+
+def test_pinned_contexts_expire_and_can_be_deleted() -> None:
+    clock = Clock()
+    contexts = Contexts(limit=9, clock=clock)
+    for deleted in (True, False):
+        context = contexts.create((1,), method="naive", ttl=5)
+        contexts.pin(context.id, pinned=True)
+        with pytest.raises(ExtError, match=r"chunks\.limit = 9 at most 1 contexts can be pinned"):
+            contexts.pin(contexts.create((2,), method="naive").id, pinned=True)
+        if deleted:
+            contexts.delete(context.id)
+        else:
+            clock.now += 5
+        assert context.id not in contexts
+        assert contexts.pinned == 0
+
+
 def test_expired_contexts_leave_no_entries() -> None:
     clock = Clock()
     contexts = Contexts(limit=10, clock=clock)
@@ -113,6 +173,7 @@ def test_expired_contexts_leave_no_entries() -> None:
     clock.now += 1
     assert len(contexts) == 0
     assert not contexts._by_text
+    assert not contexts._unpinned
     assert not contexts._expiry
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from sgl_ext.chunks.contexts import Contexts, UnknownContextError
@@ -71,6 +72,38 @@ def test_the_limit_holds_after_a_restart(tmp_path: Path) -> None:
     kept.close()
     contexts, kept = opened(tmp_path, time, limit=3)
     assert [each.id for each in contexts.all()] == [each.id for each in made[-3:]]
+    kept.close()
+
+
+def test_contexts_are_pinned_after_a_restart(tmp_path: Path) -> None:
+    contexts, kept = opened(tmp_path, time := Time(1000.0), limit=30)
+    made = [contexts.create([at], method="naive", ttl=100) for at in range(20)]
+    time.now += 10
+    for at, pinned in ((0, True), (1, True), (1, False), (2, True)):
+        contexts.pin(made[at].id, pinned=pinned)
+    kept.commit()
+    kept.close()
+    time = Time(1020.0)
+    contexts, kept = opened(tmp_path, time, limit=10)
+    found = contexts.all()
+    assert [each.tokens for each in found] == [(0,), (2,), *((at,) for at in range(12, 20))]
+    assert [each.pinned for each in found] == [True] * 2 + [False] * 8
+    assert [each.expires for each in found] == pytest.approx([80] * 10)
+    kept.close()
+    kept = KeptContexts(tmp_path, "a model", time.wall)
+    with pytest.raises(ExtError, match=r"2 contexts are pinned, .* chunks.limit to 10 or more"):
+        Contexts(9, time.clock, kept)
+    kept.close()
+
+
+def test_contexts_that_earlier_releases_have_kept_are_not_pinned(tmp_path: Path) -> None:
+    contexts, kept = opened(tmp_path, Time(0.0))
+    made = contexts.create([1], method="naive")
+    ((content,),) = kept._db.execute("SELECT content FROM contexts").fetchall()
+    earlier = msgspec.msgpack.decode(content)
+    assert earlier.pop("pinned") is False
+    kept._db.execute("UPDATE contexts SET content = ?", (msgspec.msgpack.encode(earlier),))
+    assert [*kept.all()] == [(made, None)]
     kept.close()
 
 

@@ -76,6 +76,29 @@ def test_an_unused_renewed_context_waits_for_a_second_miss() -> None:
     play(scene)
 
 
+def test_a_pinned_context_is_computed_after_every_miss() -> None:
+    async def scene(server: Server) -> None:
+        pinned = server.contexts.pin(server.create().id, pinned=True)
+        other = server.create()
+        for _ in range(3):
+            server.renewal.answered([pinned, other], missing=True)
+            await server.settle()
+        assert server.computed == [pinned, other, pinned, pinned, other]
+
+    play(scene)
+
+
+def test_a_context_is_computed_without_a_miss_when_asked_for() -> None:
+    async def scene(server: Server) -> None:
+        one, two = server.create(), server.create()
+        for context in (one, two, one):
+            server.renewal.renew(context)
+        await server.settle()
+        assert server.computed == [one, two]
+
+    play(scene)
+
+
 def test_a_deleted_context_is_not_computed() -> None:
     async def scene(server: Server) -> None:
         one, two = server.create(), server.create()
