@@ -30,3 +30,6 @@ class Restore(Section):
     """Part of a prefix in host memory that is computed while the rest loads. ``tokens``: the first
     tokens; ``layers``: the lower layers; ``never``: none; ``auto``: whichever is faster for the
     length of the prefix, or none."""
+    ssd: Literal["auto", "tokens", "layers"] = "auto"
+    """The same for a prefix in an SSD tier with ``tiers.layout`` ``layer_major``, if nothing else
+    is being restored; otherwise the first tokens are computed."""

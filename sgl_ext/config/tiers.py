@@ -59,6 +59,9 @@ class Tiers(Section):
     host: HostTier | None = None
     ssd: SsdTier | None = None
     remote: RemoteTier | None = None
+    layout: Literal["token_major", "layer_major"] = "token_major"
+    """Order within a page beyond the device. ``layer_major``: SSDs can load a page by layers, for
+    which restoration of short prefixes is faster; copies are more and smaller."""
     staging: Bytes = ByteSize(256 << 20)
     """Bytes of host memory for pages in transit, if there is no host tier."""
     wait: Seconds = 10.0

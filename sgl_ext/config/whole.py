@@ -92,6 +92,15 @@ class ExtConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _tokens_of_pages(self) -> Self:
+        if self.chunks and self.tiers and self.tiers.layout == "layer_major":
+            raise ValueError(
+                "chunks link tokens of pages in host memory, which tiers.layout layer_major "
+                "divides by layers; remove tiers.layout, or the chunks section"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _directories_apart(self) -> Self:
         if self.tiers and self.tiers.ssd and self.clusters:
             both = set(self.tiers.ssd.directories) & set(self.clusters.directories)

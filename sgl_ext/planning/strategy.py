@@ -51,14 +51,43 @@ def choose_strategy(
     begin, end = first * page, (first + pages) * page
     loading, computing = costs.loads[HOST].seconds(end - begin), costs.compute.seconds(begin, end)
     computed = loading / (loading + computing)  # share of the layers, at the speed of both
-    ways = {"tokens": costs.per_loaded(HOST) * (end - costs.meeting(begin, end, HOST))}
-    if layered:
-        ways["layers"] = computed * costs.compute.work(begin, end)
+    ways = _ways(costs, HOST, begin, end)
+    if not layered:
+        del ways["layers"]
     both = {"load": loading, "both": min(ways.values())}
     choice = "load" if computed * layers < 1 else "both"
     if costs.decisions.chose("load_or_compute", choice, both, rid) == "load":
         return None
     return Strategy(costs.decisions.least("tokens_or_layers", ways, rid))
+
+
+def layers_are_faster(costs: Costs, tier: str, begin: int, end: int, rid: str) -> bool:
+    """Returns whether a prefix in a lower tier should be restored by layers; if not, by tokens.
+
+    False as long as the speed of loads or of forwards is not known.
+
+    Args:
+        tier: name of the tier.
+        begin: position of the first token in the prompt.
+        end: position behind the last token.
+        rid: id of the request.
+    """
+    if not (costs.known(tier) and costs.known(COMPUTE)):
+        return False
+    ways = _ways(costs, tier, begin, end)
+    return costs.decisions.least("tokens_or_layers", ways, rid) == "layers"
+
+
+def _ways(costs: Costs, channel: str, begin: int, end: int) -> dict[str, float]:
+    """Returns the expected seconds of both strategies."""
+    loading, computing = (
+        costs.loads[channel].seconds(end - begin),
+        costs.compute.seconds(begin, end),
+    )
+    return {
+        "tokens": costs.per_loaded(channel) * (end - costs.meeting(begin, end, channel)),
+        "layers": loading / (loading + computing) * costs.compute.work(begin, end),
+    }
 
 
 def computed_share(costs: Costs, begin: int, end: int) -> float:

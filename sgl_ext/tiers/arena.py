@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,12 +22,10 @@ from numpy.typing import NDArray
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.mapping import HUGE_PAGE, Mapping, create
 from sgl_ext.memory.slab import Layout
+from sgl_ext.tiers.layer_major import ALIGNMENT, parts_of
 
 VERSION = 1
 """Version of the trailer and of the format of the stored pages."""
-ALIGNMENT = 4096
-"""Alignment of addresses, offsets and lengths for O_DIRECT, in bytes."""
-
 _MAGIC = int.from_bytes(b"sglxpage", "little")
 TRAILER = np.dtype(
     [
@@ -40,7 +39,10 @@ TRAILER = np.dtype(
         ("seal", "<u8"),
     ]
 )
-"""Last bytes of a slot: ``checksum`` covers the page, ``seal`` the trailer's fields before it."""
+"""Last bytes of a slot: ``checksum`` covers the page, ``seal`` the trailer's fields before it.
+
+If a page has parts, each part has a checksum of its own before the trailer, and ``checksum`` covers
+these checksums."""
 _LAST = 1 << 62
 """Exclusive bound of valid sequence numbers; it guarantees that there is always a next one."""
 _SEALED = TRAILER.fields["seal"][1]  # type: ignore[index]
@@ -66,15 +68,17 @@ def layout_digest(layout: Layout) -> bytes:
 class Arena:
     """Host memory with ``pages`` slots of ``stride`` bytes.
 
-    A slot holds a page in the layout of the slab, padding, and the page's trailer at its end.
+    A slot holds a page, padding, and the page's trailer at its end.
 
     Attributes:
-        layout: Layout of a page, which is one block of the slab.
+        layout: Layout of a page: that of a block of the slab, or :class:`LayerMajor`.
+        parts: Layers ``(first, end)`` of each part of a page; none if a page has no parts.
         digest: Result of :func:`layout_digest` for ``layout``.
         pages: Number of slots.
         stride: Bytes of a slot, a multiple of :data:`ALIGNMENT`.
         memory: All slots, uint8 ``[pages, stride]``.
         trailers: Trailers of all slots, a view of ``memory``, :data:`TRAILER` ``[pages]``.
+        sums: Checksums of the parts, a view of ``memory``, uint64 ``[pages, parts]``.
     """
 
     def __init__(self, layout: Layout, pages: int) -> None:
@@ -90,6 +94,7 @@ class Arena:
                 "dtype and page size); raise its capacity"
             )
         self.layout = layout
+        self.parts = parts_of(layout)
         self.digest = layout_digest(layout)
         self.pages = pages
         self._sealing = threading.Lock()
@@ -103,6 +108,10 @@ class Arena:
         self.trailers = np.ndarray(
             (pages,), TRAILER, self.memory, self.stride - TRAILER.itemsize, (self.stride,)
         )
+        before = self.stride - TRAILER.itemsize - 8 * len(self.parts)
+        self.sums = np.ndarray(
+            (pages, len(self.parts)), np.dtype("<u8"), self.memory, before, (self.stride, 8)
+        )
 
     @property
     def address(self) -> int:
@@ -113,6 +122,16 @@ class Arena:
     def size(self) -> int:
         """Bytes of all slots."""
         return self.memory.size
+
+    def extent(self, part: int | None) -> tuple[int, int]:
+        """Returns the offset and the bytes of a part in its slot; of the slot if it is None.
+
+        The last part extends to the end of the slot, and includes the checksums and the trailer.
+        """
+        if part is None:
+            return 0, self.stride
+        begin, end = self._bytes(part)
+        return begin, (self.stride if part + 1 == len(self.parts) else end) - begin
 
     def back(self) -> int:
         """Backs the arena with physical huge pages, except for a remainder smaller than one.
@@ -142,15 +161,22 @@ class Arena:
             trailers["sequence"] = sequence + np.arange(len(keys), dtype=np.uint64)
             whole = self.verify(keys, pages)
             trailers["checksum"][whole] = self.trailers[pages[whole]]["checksum"]
+            for part in range(len(self.parts)):
+                self.sums[pages[~whole], part] = self._part_sums(pages[~whole], part)
             trailers["checksum"][~whole] = self._checksums(pages[~whole])
             trailers["seal"] = seals(trailers)
             self.trailers[pages] = trailers
 
-    def verify(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
+    def verify(
+        self, keys: Sequence[Key], pages: Pages, part: int | None = None
+    ) -> NDArray[np.bool_]:
         """Returns a mask of the ``pages`` that hold the KV of their ``keys``, bool ``[pages]``.
 
         The trailer must be valid for this layout and name the key, and the page must match its
         checksum.
+
+        Args:
+            part: Number of the only part whose KV is checked; None for the whole page.
         """
         if not len(pages):
             return np.zeros(0, np.bool_)
@@ -158,20 +184,32 @@ class Arena:
         good = valid(trailers, self.layout, self.digest)
         good &= trailers["key"] == np.array(keys, "V32")
         good[good] &= self._checksums(pages[good]) == trailers["checksum"][good]
+        for number in range(len(self.parts)) if part is None else [part]:
+            some = pages[good]
+            good[good] &= self._part_sums(some, number) == self.sums[some, number]
         return good
 
     def _checksums(self, pages: Pages) -> NDArray[np.uint64]:
-        size = self.layout.block_bytes
-        # xxhash takes one buffer per call. It runs at about 40 GB/s and releases the GIL.
-        digests = (
-            xxhash.xxh3_64_intdigest(self.memory[page, :size].data) for page in pages.tolist()
-        )
-        return np.fromiter(digests, np.uint64, len(pages))
+        """Returns the checksums of pages; of a page with parts, that of its parts' checksums."""
+        of = self.sums if self.parts else self.memory[:, : self.layout.block_bytes]
+        return _hashes(np.ascontiguousarray(of[page]) for page in pages.tolist())
+
+    def _part_sums(self, pages: Pages, part: int) -> NDArray[np.uint64]:
+        begin, end = self._bytes(part)
+        return _hashes(self.memory[page, begin:end] for page in pages.tolist())
+
+    def _bytes(self, part: int) -> tuple[int, int]:
+        """Returns the offsets in a page at which the KV of a part begins and ends."""
+        size = self.layout.block_bytes // self.layout.layers
+        first, end = self.parts[part]
+        return first * size, end * size
 
 
 def stride_of(layout: Layout) -> int:
-    """Returns the bytes of a slot: page and trailer, rounded up to :data:`ALIGNMENT`."""
-    return -(-(layout.block_bytes + TRAILER.itemsize) // ALIGNMENT) * ALIGNMENT
+    """Returns the bytes of a slot: page, checksums of its parts and trailer, rounded up to
+    :data:`ALIGNMENT`."""
+    sums = 8 * len(parts_of(layout))
+    return -(-(layout.block_bytes + sums + TRAILER.itemsize) // ALIGNMENT) * ALIGNMENT
 
 
 def valid(trailers: NDArray[np.void], layout: Layout, digest: bytes) -> NDArray[np.bool_]:
@@ -193,5 +231,9 @@ def valid(trailers: NDArray[np.void], layout: Layout, digest: bytes) -> NDArray[
 def seals(trailers: NDArray[np.void]) -> NDArray[np.uint64]:
     """Returns the checksum of each trailer's fields before ``seal``, uint64 ``[trailers]``."""
     rows = np.ascontiguousarray(trailers).view(np.uint8).reshape(len(trailers), -1)
-    digests = (xxhash.xxh3_64_intdigest(row[:_SEALED].data) for row in rows)
-    return np.fromiter(digests, np.uint64, len(trailers))
+    return _hashes(row[:_SEALED] for row in rows)
+
+
+def _hashes(buffers: Iterable[NDArray[Any]]) -> NDArray[np.uint64]:
+    # xxhash takes one buffer per call. It runs at about 40 GB/s and releases the GIL.
+    return np.fromiter((xxhash.xxh3_64_intdigest(each.data) for each in buffers), np.uint64)

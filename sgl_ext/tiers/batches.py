@@ -56,7 +56,9 @@ class Batches:
         self._fsync = fsync
         self._step = deadline / 4
 
-    def run(self, batches: Sequence[Batch], pages: Pages, *, write: bool) -> list[Reason]:
+    def run(
+        self, batches: Sequence[Batch], pages: Pages, *, write: bool, part: int | None = None
+    ) -> list[Reason]:
         """Copies ``pages[rows]`` from or to the slots of each batch, on all volumes in parallel.
 
         I/O that a stalled volume has not started is cancelled. Nothing is in flight when this
@@ -64,6 +66,7 @@ class Batches:
 
         Args:
             pages: Arena slots of the call's keys.
+            part: Number of the only part of each page that is copied; None for the whole slot.
 
         Returns:
             The reason of each batch's failure, or None.
@@ -72,7 +75,7 @@ class Batches:
         pending: dict[NativeTicket, int] = {}
         for number, batch in enumerate(batches):
             try:
-                ticket = batch.volume.submit(batch.slots, pages[batch.rows], write=write)
+                ticket = batch.volume.submit(batch.slots, pages[batch.rows], write=write, part=part)
             except ExtError:
                 reasons[number] = CLOSED
                 continue

@@ -18,6 +18,7 @@ from sgl_ext.planning.costs import Costs
 from sgl_ext.tiers.arena import Arena, stride_of
 from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
 from sgl_ext.tiers.host import HostPages
+from sgl_ext.tiers.layer_major import layer_major
 from sgl_ext.tiers.lower import LowerTier
 from sgl_ext.tiers.stack import TierStack
 from sgl_ext.tiers.threaded import ThreadedTier
@@ -80,7 +81,8 @@ def open_stack(
             undo.callback(engine.close)
             closing.append(engine.close)
         capacity = config.host.capacity if config.host else config.staging
-        arena = Arena(slab.layout, capacity // stride_of(slab.layout))
+        layout = slab.layout if config.layout == "token_major" else layer_major(slab.layout)
+        arena = Arena(layout, capacity // stride_of(layout))
         if arena.back():
             logger.warning("host memory for KV has no huge pages; copies are slower")
         on_device = slab.device is not None

@@ -23,6 +23,7 @@ from sgl_ext.memory.transfer import (
 from sgl_ext.planning.costs import HOST, HOST_OUT, Costs
 from sgl_ext.tiers.arena import Arena, Pages
 from sgl_ext.tiers.copy_times import CopyTimes
+from sgl_ext.tiers.layer_major import LayerMajor
 
 
 class DeviceCopies:
@@ -33,7 +34,8 @@ class DeviceCopies:
     earlier forward may still use.
 
     A page has the bytes of a block, so a run of blocks that goes to a run of pages is one copy
-    with a row for each page. A load copies groups of layers, and the first group is small: the
+    with a row for each page. Of layer-major pages, each layer is a copy with a row for each token.
+    A load copies groups of layers, and the first group is small: the
     forward can begin with the first layers while the others are copied.
 
     Args:
@@ -68,8 +70,15 @@ class DeviceCopies:
         self._loads = loads or lane
         self._slab = slab
         self._arena = arena
-        self.layout = slab.layout
+        self.layout = arena.layout
         """Layout of a page."""
+        self._row = slab.layout.token_bytes // slab.layout.layers
+        self._layer_major = isinstance(arena.layout, LayerMajor)
+        # Of a page in the arena; in the slab, layers are a row apart, and tokens all layers.
+        if self._layer_major:
+            self._layer_pitch, self._token_pitch = slab.layout.page * self._row, self._row
+        else:
+            self._layer_pitch, self._token_pitch = self._row, slab.layout.token_bytes
         self.in_flight = BlocksInFlight(slab.blocks)
         """Blocks that a copy reads or writes, although they may have a new owner."""
         self.reading = BlocksInFlight(arena.pages)
@@ -122,6 +131,8 @@ class DeviceCopies:
         """
         layout, stride = self._slab.layout, self._arena.stride
         size, pages = layout.token_bytes, places // layout.page
+        if self._layer_major:
+            return self._fill_rows(places, slots)
         # A piece is a run of tokens within a page. Pieces of one length whose sources are a page
         # apart, and whose targets are contiguous, are the rows of one copy.
         cut = (np.diff(places) != 1) | (np.diff(slots) != 1) | (np.diff(pages) != 0)
@@ -137,11 +148,31 @@ class DeviceCopies:
         self.reading.begin(pages, ticket)
         return ticket
 
+    def _fill_rows(self, places: Pages, slots: Pages) -> Ticket:
+        """Starts to copy tokens of layer-major pages, like :meth:`fill_tokens`."""
+        layout, row = self._slab.layout, self._row
+        pages, layers = places // layout.page, np.arange(layout.layers)
+        cut = (np.diff(places) != 1) | (np.diff(slots) != 1) | (np.diff(pages) != 0)
+        first = np.flatnonzero(np.concatenate(([True], cut)))
+        source = self.addresses(pages[first]) + places[first] % layout.page * row
+        target = self._slab.address + slots[first] * layout.token_bytes
+        rows = copy_rows(
+            (source[:, None] + self._layer_pitch * layers).ravel(),
+            (target[:, None] + row * layers).ravel(),
+            row,
+            np.repeat(np.diff(first, append=len(places)), layout.layers),
+            row,
+            layout.token_bytes,
+        )
+        ticket = self._engine.submit(rows, self._loads, Priority.URGENT, self.streams.busy())
+        self.reading.begin(pages, ticket)
+        return ticket
+
     def _runs(self, blocks: Pages, pages: Pages) -> tuple[NDArray[np.int64] | int, ...]:
         """Returns the geometry of the copies between ``blocks`` and ``pages``.
 
-        There is one copy for each run of both; with ``by_layer``, one for the keys and one for the
-        values of each page and layer.
+        There is one copy for each run of both; one for each layer if pages are layer-major; with
+        ``by_layer``, one for the keys and one for the values of each page and layer.
 
         Returns:
             Addresses in the slab, addresses in the arena, bytes of a row, number of rows, pitch in
@@ -150,14 +181,16 @@ class DeviceCopies:
         layout, stride = self._slab.layout, self._arena.stride
         device = self._slab.address + blocks * layout.block_bytes
         host = self._arena.address + pages * stride
-        if not self._by_layer:
+        if not (self._by_layer or self._layer_major):
             first = run_starts(blocks, pages)
             rows = np.diff(first, append=len(pages))
             return device[first], host[first], layout.block_bytes, rows, layout.block_bytes, stride
-        half = layout.token_bytes // layout.layers // 2
-        within = half * np.arange(2 * layout.layers)
-        device, host = ((address[:, None] + within).ravel() for address in (device, host))
-        return device, host, half, layout.page, layout.token_bytes, layout.token_bytes
+        size = self._row // 2 if self._by_layer else self._row
+        within = np.arange(0, layout.token_bytes, size)
+        device = (device[:, None] + within).ravel()
+        further = (self._layer_pitch - self._row) * (within // self._row)
+        host = (host[:, None] + within + further).ravel()
+        return device, host, size, layout.page, layout.token_bytes, self._token_pitch
 
     def load_from_the_top(self, pages: Pages, blocks: Pages) -> list[Ticket]:
         """Starts to copy ``pages`` to ``blocks`` of the slab layer by layer, the last layer first.
@@ -173,6 +206,15 @@ class DeviceCopies:
         tickets = self.load(pages, blocks, groups, Priority.NORMAL)
         self.reading.begin(pages, Together(tickets))
         return tickets[::-1]
+
+    def load_layers(self, pages: Pages, blocks: Pages, layers: tuple[int, int]) -> Ticket:
+        """Starts to copy layers ``(first, end)`` of ``pages`` to ``blocks`` of the slab.
+
+        The pages are :attr:`reading` until the ticket is finished.
+        """
+        (ticket,) = self.load(pages, blocks, [layers])
+        self.reading.begin(pages, ticket)
+        return ticket
 
     def load(
         self,
@@ -191,7 +233,6 @@ class DeviceCopies:
             One ticket for each group.
         """
         layout, stride = self._slab.layout, self._arena.stride
-        layer_bytes = layout.token_bytes // layout.layers
         if layout.page == 1:  # a run of tokens on both sides is one copy, with a row for each
             first = run_starts(blocks, pages)
             height = np.diff(first, append=len(pages))
@@ -199,25 +240,23 @@ class DeviceCopies:
         else:
             first = np.arange(len(pages))
             height = np.full(len(pages), layout.page)
-            pitches = (layout.token_bytes, layout.token_bytes)
+            pitches = (self._token_pitch, layout.token_bytes)
         sources = self._arena.address + pages[first] * stride
         targets = self._slab.address + blocks[first] * layout.block_bytes
         busy = self.streams.busy()
-        tickets: list[Ticket] = [
-            self._engine.submit(
-                copy_rows(
-                    sources + begin * layer_bytes,
-                    targets + begin * layer_bytes,
-                    (end - begin) * layer_bytes,
-                    height,
-                    *pitches,
-                ),
-                self._loads,
-                priority,
-                busy,
+        tickets: list[Ticket] = []
+        for begin, end in self.groups if groups is None else groups:
+            # The rows of a token's layers are contiguous only in the slab if pages are layer-major.
+            step = 1 if self._layer_major else end - begin
+            layers = np.arange(begin, end, step)[:, None]
+            rows = copy_rows(
+                (sources + self._layer_pitch * layers).ravel(),
+                (targets + self._row * layers).ravel(),
+                step * self._row,
+                np.tile(height, len(layers)),
+                *pitches,
             )
-            for begin, end in (self.groups if groups is None else groups)
-        ]
+            tickets.append(self._engine.submit(rows, self._loads, priority, busy))
         self._into_device.begin(len(pages) * layout.page, tickets)
         return tickets
 

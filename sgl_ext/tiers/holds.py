@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from sgl_ext.clock import Clock
 from sgl_ext.memory.tickets import COPY_DEADLINE_S, Priority, Ticket
 from sgl_ext.tiers.arena import Key, Pages
 from sgl_ext.tiers.copies import DeviceCopies
 from sgl_ext.tiers.demotion import Demotions
 from sgl_ext.tiers.host import HostPages
+from sgl_ext.tiers.part_loads import Pace, PartLoads
 
 
 class Holds:
@@ -56,6 +58,36 @@ class Holds:
         """Unpins ``pages``."""
         self._host.unpin(pages)
 
+    def reserve(self, count: int) -> Pages | None:
+        """Returns reserved slots for pages that a lower tier loads; None if there is no room."""
+        return self._host.reserve(count)
+
+    def release(self, pages: Pages) -> None:
+        """Frees reserved slots."""
+        self._host.release(pages)
+
+    def loaded(self, tier: str, pages: int) -> None:
+        """Counts pages that a request has loaded from a lower tier."""
+        self._hits[tier] += pages
+
+    def parts_into(
+        self,
+        pages: Pages,
+        blocks: Pages,
+        parts: Sequence[tuple[int, int]],
+        pace: Pace,
+        clock: Clock,
+    ) -> PartLoads:
+        """Returns loads of a lower tier into reserved ``pages``, and from there into ``blocks``."""
+
+        def copy(layers: tuple[int, int]) -> Ticket:
+            return self._copies.load_layers(pages, blocks, layers)
+
+        def fence(ticket: Ticket) -> None:
+            ticket.fence(self._copies.streams.current(), COPY_DEADLINE_S)
+
+        return PartLoads(parts, copy, fence, pace, clock)
+
     def fill(self, pages: Pages, blocks: Pages) -> None:
         """Copies pinned ``pages`` into ``blocks`` of the device before the calling thread's next
         work on the device.
@@ -97,13 +129,16 @@ class Holds:
         """
         return self._copies.load_from_the_top(pages, blocks)
 
-    def check_integrity(self, pinned: Iterable[Pages]) -> None:
+    def check_integrity(self, pinned: Iterable[Pages], reserved: Iterable[Pages] = ()) -> None:
         """Checks that ``pinned``, which are held at the same time, are pinned. O(pages).
 
+        Args:
+            reserved: reserved slots.
+
         Raises:
-            AssertionError: host memory has fewer pins.
+            AssertionError: host memory has fewer pins, or a reserved slot is free or has a page.
         """
-        self._host.check_integrity(pinned)
+        self._host.check_integrity(pinned, reserved)
 
     def addresses(self, pages: Pages) -> Pages:
         """Returns the address of the first byte of each of ``pages``."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_ext.tiers.arena import Key, Pages
+from sgl_ext.tiers.part_loads import PartLoads
 from sgl_ext.tiers.throughput import LoadThroughput, Traffic
 from sgl_ext.tiers.tier import Tier
 
@@ -71,6 +72,16 @@ class LowerTier(Protocol):
 
         ``then`` may run in another thread, and may start loads. It is not called if the tier is
         closed before the load begins.
+        """
+
+    @property
+    def parts(self) -> Sequence[tuple[int, int]]:
+        """Layers ``(first, end)`` of each part of a page; none if pages are loaded whole only."""
+
+    def load_parts(self, keys: Sequence[Key], pages: Pages, loads: PartLoads) -> None:
+        """Starts to load the parts of pages that ``loads`` asks for, into reserved slots.
+
+        ``loads`` is closed when the tier no longer writes to the slots.
         """
 
     def store(self, keys: Sequence[Key], pages: Pages) -> Pending[NDArray[np.bool_]]:

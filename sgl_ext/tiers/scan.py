@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import Priority, Ticket, TransferEngine, TransferError
-from sgl_ext.tiers.arena import ALIGNMENT, TRAILER, Arena, Key, valid
+from sgl_ext.tiers.arena import TRAILER, Arena, Key, valid
+from sgl_ext.tiers.layer_major import ALIGNMENT
 from sgl_ext.tiers.volume import Volume
 
 _SLOTS = 1024

@@ -144,17 +144,32 @@ class SsdTier:
         Returns:
             A mask, bool ``[keys]``, that is True where a page has landed and verifies.
         """
+        return self._read(keys, pages, None)
+
+    @property
+    def parts(self) -> Sequence[tuple[int, int]]:
+        """Layers ``(first, end)`` of each part of a page; none if pages are read whole."""
+        return self._arena.parts
+
+    def load_part(self, keys: Sequence[Key], pages: Pages, part: int) -> NDArray[np.bool_]:
+        """Reads one part of each page, like :meth:`load`.
+
+        The last part comes first, because it includes the checksums of the others.
+        """
+        return self._read(keys, pages, part)
+
+    def _read(self, keys: Sequence[Key], pages: Pages, part: int | None) -> NDArray[np.bool_]:
         good = np.zeros(len(keys), bool)
         self._look()
         with self._lock:
             batches = self._find(keys)
             self._users += 1
         try:
-            reasons = self._io.run(batches, pages, write=False)
+            reasons = self._io.run(batches, pages, write=False, part=part)
             if batches:
                 rows = np.concatenate([batch.rows for batch in batches])
                 asked = [keys[row] for row in rows.tolist()]
-                good[rows] = self._arena.verify(asked, pages[rows])
+                good[rows] = self._arena.verify(asked, pages[rows], part)
             with self._lock:
                 for batch, reason in zip(batches, reasons, strict=True):
                     self._loaded(batch, reason, keys, good)

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from sgl_ext.clock import Clock
 from sgl_ext.planning.costs import Costs
 from sgl_ext.tiers.arena import Key, Pages
+from sgl_ext.tiers.part_loads import PartLoads
 from sgl_ext.tiers.throughput import LoadThroughput, Traffic
-from sgl_ext.tiers.tier import Tier
+from sgl_ext.tiers.tier import PartTier, Tier
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -93,6 +94,16 @@ class ThreadedTier:
 
         self._submit(self._loads, work)
 
+    @property
+    def parts(self) -> Sequence[tuple[int, int]]:
+        return self.tier.parts if isinstance(self.tier, PartTier) else ()
+
+    def load_parts(self, keys: Sequence[Key], pages: Pages, loads: PartLoads) -> None:
+        if not isinstance(self.tier, PartTier):
+            raise TypeError(f"{self.tier.name} loads whole pages only")
+        future = self._submit(self._loads, self._load_parts, self.tier, keys, pages, loads)
+        future.add_done_callback(lambda _: loads.close())
+
     def store(self, keys: Sequence[Key], pages: Pages) -> Future[NDArray[np.bool_]]:
         return self._submit(self._stores, self._store, keys, pages)
 
@@ -109,6 +120,24 @@ class ThreadedTier:
         if count := int(np.count_nonzero(landed)):  # a failed load says nothing about the speed
             self._costs.loaded(self.tier.name, count * self._page, self._clock() - begin)
         return landed
+
+    def _load_parts(
+        self, tier: PartTier, keys: Sequence[Key], pages: Pages, loads: PartLoads
+    ) -> None:
+        begin, layers = self._clock(), 0
+        try:
+            while (part := loads.next()) is not None:
+                good = bool(tier.load_part(keys, pages, part).all())
+                if good:
+                    layers += len(range(*tier.parts[part]))
+                loads.read(good=good)
+        except Exception:  # a bug, as in result_of
+            logger.exception("an operation of a tier failed")
+        # As many whole pages, in bytes.
+        count, seconds = round(len(keys) * layers / loads.layers), self._clock() - begin
+        self.loaded.add(count, seconds)
+        if count:
+            self._costs.loaded(tier.name, count * self._page, seconds)
 
     def _load(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
         name, costs, count = self.tier.name, self._costs, 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,18 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Ends all I/O and releases all resources."""
+
+
+@runtime_checkable
+class PartTier(Tier, Protocol):
+    """Tier that can load parts of pages."""
+
+    @property
+    def parts(self) -> Sequence[tuple[int, int]]:
+        """Layers ``(first, end)`` of each part of a page; none if pages are loaded whole only."""
+
+    def load_part(self, keys: Sequence[Key], pages: Pages, part: int) -> NDArray[np.bool_]:
+        """Reads one part of each page, like ``load``; the last part is read first."""
 
 
 @dataclass(frozen=True)

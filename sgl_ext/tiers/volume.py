@@ -27,8 +27,9 @@ from sgl_ext.memory.transfer import (
     TransferEngine,
 )
 from sgl_ext.own_files import open_own
-from sgl_ext.tiers.arena import ALIGNMENT, Arena, Pages
+from sgl_ext.tiers.arena import Arena, Pages
 from sgl_ext.tiers.folder import PAGES, Folder
+from sgl_ext.tiers.layer_major import ALIGNMENT
 from sgl_ext.tiers.slots import Slots
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -139,27 +140,32 @@ class Volume:
         """Number of whole slots in the file."""
         return os.fstat(self._fd).st_size // self._arena.stride
 
-    def submit(self, slots: NDArray[np.int64], places: Pages, *, write: bool) -> NativeTicket:
+    def submit(
+        self, slots: NDArray[np.int64], places: Pages, *, write: bool, part: int | None = None
+    ) -> NativeTicket:
         """Starts to write arena slots to slots of the file, or to read them from there.
 
         Args:
             slots: Slots of the file, ``[pages]``.
             places: Slots of the arena, ``[pages]``.
             write: Whether to write to the file.
+            part: Number of the only part of each page that is moved; None for the whole slot.
 
         Raises:
             ExtError: The engine is closed.
         """
-        stride = self._arena.stride
+        stride, (begin, size) = self._arena.stride, self._arena.extent(part)
         order = np.argsort(slots, kind="stable")
         slots, places = slots[order], places[order]
         starts = run_starts(slots, places)
         copies = np.zeros((len(starts), 6), np.int64)
         sides = (0, 1) if write else (1, 0)
-        copies[:, sides[0]] = self._arena.address + places[starts] * stride
-        copies[:, sides[1]] = self.file.base + slots[starts] * stride
-        copies[:, 2] = np.diff(starts, append=len(slots)) * stride
-        copies[:, 3] = 1
+        copies[:, sides[0]] = self._arena.address + places[starts] * stride + begin
+        copies[:, sides[1]] = self.file.base + slots[starts] * stride + begin
+        run = np.diff(starts, append=len(slots))
+        # Whole slots that follow each other are one piece.
+        copies[:, 2], copies[:, 3] = (run * stride, 1) if part is None else (size, run)
+        copies[:, 4:] = 0 if part is None else stride
         # Decoding waits for reads of contexts on the same device, which are urgent.
         priority = Priority.BULK if write else Priority.NORMAL
         return self._engine.submit(copies, self.lane, priority)

@@ -148,6 +148,7 @@ def play(
     *,
     rate: float | None,
     retract: bool,
+    layer_major: bool = False,
     **options: object,
 ) -> dict[str, Step]:
     """Runs an engine and returns its output for each group of requests, by the group's name.
@@ -157,6 +158,7 @@ def play(
             where a forward ends; other seeds choose mostly at random.
         rate: bytes per second of the SSD; None runs stock SGLang.
         retract: whether SGLang retracts running requests at regular intervals.
+        layer_major: whether pages are layer-major, and restored by layers where they can be.
     """
     directory = tmp_path / "ssd"
     directory.mkdir()
@@ -165,6 +167,8 @@ def play(
         "emulate": {"bytes_per_second": f"{(rate or 0) // 1024:.0f}KiB", "latency": "1ms"},
     }  # fmt: skip
     ours = {"tiers": {"ssd": ssd, "staging": "192MiB"}, "restore": {"chunk": 128}}
+    if layer_major:
+        ours["tiers"]["layout"], ours["restore"]["ssd"] = "layer_major", "layers"
     config = None if rate is None else ours
     arguments = [str(model), page, config, options, script, str(tmp_path / "state")]
     disturbed = retracting(7) if retract else {}
@@ -308,6 +312,46 @@ def test_restored_prefixes_give_the_answers_of_stock_sglang(
     assert len(restored(ours["interrupted"])) == 6
     same(stock["fill"], ours["torn"], (0, 3))
     same(stock["fill"], ours["lost"], (1, 5))
+    assert ours["torn"]["left"]["failures"]["checksum"] > 0
+    assert ours["lost"]["left"]["failures"]["ENODATA"] > 0
+    for name, step in ours.items():
+        left = {what: step["left"][what] for what in NOTHING}
+        assert not any(left.values()), f"{name}: {step['left']}"
+
+
+def test_prefixes_restored_by_layers_from_ssds_give_the_answers_of_stock_sglang(
+    plain: Script, stock: dict[str, Step], model: Path, tmp_path: Path
+) -> None:
+    fill, plain_too = plain
+    steps = fill[-1]
+    gone = {**steps[1], "rid": "gone", "abort_after": 0.15}
+    batches: list[tuple[int, ...]] = [(1,), (2, 4), (3, 5, 3), (0, 1, 2, 3, 4, 5)]
+    script = [
+        fill,
+        *((f"{batch}", 0, "shortest", [steps[at] for at in batch]) for batch in batches),
+    ]
+    script += [
+        plain_too,
+        ("aborted", 0, "shortest", [gone, steps[2]]),
+        ("torn", 0, "shortest", [steps[1], steps[3]]),
+        ("lost", 0, "shortest", [steps[2], steps[5]]),
+    ]
+    rate = 2 * _as_fast_as_computing(plain_too, stock, model)
+    ours = play(script, model, 16, tmp_path, rate=rate, retract=False, layer_major=True)
+    same(stock["fill"], ours["fill"], range(6))
+    for step in ours.values():
+        counted(step)
+    for batch in batches:
+        same(stock["fill"], ours[f"{batch}"], batch)
+    alone = [entry for batch in batches[:2] for entry in restored(ours[f"{batch}"])]
+    assert len(alone) == 3
+    assert all(entry["loaded"]["ssd"] > 0 for entry in alone)
+    assert any(entry["computed"] > 0 for entry in alone)
+    same(stock["plain, too"], ours["plain, too"], range(3))
+    assert ours["aborted"]["answers"][0] == "aborted"
+    same(stock["fill"], ours["aborted"], (1, 2))
+    same(stock["fill"], ours["torn"], (1, 3))
+    same(stock["fill"], ours["lost"], (2, 5))
     assert ours["torn"]["left"]["failures"]["checksum"] > 0
     assert ours["lost"]["left"]["failures"]["ENODATA"] > 0
     for name, step in ours.items():

@@ -132,7 +132,8 @@ def prefill(engine: SimulatedEngine, parts: Sequence[Part], chance: random.Rando
         by_tokens.restore(engine.stack, planned, tokens, 4, lambda *_: chance.random())  # type: ignore[arg-type]
     if layers := coming["layers"]:
         held = SimpleNamespace(computed=lambda *_: None)
-        with by_layers.restoring(engine.stack, held, planned, rows, layers) as begin:  # type: ignore[arg-type]
+        loads = by_layers.from_host(engine.stack, layers)
+        with by_layers.restoring(engine.stack, held, planned, rows, layers, loads) as begin:  # type: ignore[arg-type]
             planned.forward(begin)
     else:
         planned.forward(rows)

@@ -3,7 +3,8 @@
 The tier is an SSD that is slowed down until loading a context of 4,096 tokens takes half as long
 as computing it, as long, or twice as long. Every system has its own copy of the contexts' KV on the
 SSD, and nothing in device or host memory when a request arrives. The part ``host`` restores
-contexts from host memory, behind a link that is slowed down likewise.
+contexts from host memory, behind a link that is slowed down likewise; ``ssd-layers`` compares
+restoration by tokens and by layers from the SSD.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.bench.restore.batches import Batches, BatchSizes
 from sgl_ext.bench.restore.contexts import Context, mixed_lengths, of_lengths
-from sgl_ext.bench.restore.layers import report_layers
+from sgl_ext.bench.restore.layers import report_layers, report_ssd_layers
 from sgl_ext.bench.restore.served_stages import report_served_stages
 from sgl_ext.bench.restore.servers import (
     CAKE,
@@ -58,6 +59,10 @@ class _Sizes:
     batches: BatchSizes
     by_layers: Sequence[int]
     """Lengths of the contexts that are restored from host memory, in tokens."""
+    ssd_layers: Sequence[int]
+    """Lengths of the contexts that are restored from an SSD by tokens and by layers, in tokens."""
+    ssd_each: int
+    """Number of contexts of each of these lengths."""
     by_stages: Sequence[int]
     """Lengths of the contexts that two stages of a pipeline restore four times each, in tokens."""
     served_stages: Sequence[int]
@@ -75,6 +80,8 @@ _QUICK = _Sizes(
     3072,
     BatchSizes({8: 2}, {8: 2}, (0,), 12, (0,)),
     (512,),
+    (512,),
+    2,
     (2048,),
     (1024,),
     32_000,
@@ -88,20 +95,22 @@ _WHOLE = _Sizes(
     8192,
     BatchSizes({2: 6, 4: 4, 8: 4, 16: 2}, {8: 1}, (0, 1, 2), 48, (0, 1)),
     (128, 256, 512, 1024),
+    (256, 512, 1024, 2048, _REFERENCE),
+    8,
     (2048, _REFERENCE),
     (2048, _REFERENCE),
     56_000,
 )
 
 
-PARTS = ("alone", "batches", "arrivals", "host", "stages", "served-stages")
+PARTS = ("alone", "batches", "arrivals", "host", "ssd-layers", "stages", "served-stages")
 
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
     sizes = _QUICK if quick else _WHOLE
     model = prepare(SMOLLM2)
     report = Report("restore", {"quick": quick, "reference": _REFERENCE, **asdict(sizes)})
-    if {"alone", "batches", "arrivals", "host"} & {*parts}:
+    if {"alone", "batches", "arrivals", "host", "ssd-layers"} & {*parts}:
         _slow_tiers(report, model, out, sizes, parts)
     if "stages" in parts:
         report_stages(report, model, sizes.by_stages, _STAGE_ROUNDS)
@@ -153,6 +162,8 @@ def _slow_tiers(
             report.write(out / "partial")
         if "host" in parts:
             report_layers(report, model, logs, sizes.by_layers, round(full))
+        if "ssd-layers" in parts:
+            report_ssd_layers(report, model, out, sizes.ssd_layers, sizes.ssd_each, round(full))
 
 
 def _alone(

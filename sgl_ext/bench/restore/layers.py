@@ -1,4 +1,4 @@
-"""Restoration from host memory behind a slow link: loading, computing, or both.
+"""Restoration from host memory behind a slow link, or a slow SSD: loading, computing, or both.
 
 Both at once are done by layers, by tokens, or in whichever way is faster.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from sgl_ext.bench.harness.report import Report, summary
@@ -15,11 +16,16 @@ from sgl_ext.bench.harness.sampling import ratio_of_medians
 from sgl_ext.bench.restore.contexts import NEW_TOKENS, Context, of_lengths
 from sgl_ext.bench.restore.servers import RECOMPUTE, base
 from sgl_ext.serving import server
+from sgl_ext.serving.http import forget, wait_until_stored
 
 _NEW = NEW_TOKENS // 2
 LOAD, LAYERS, TOKENS, AUTO = "load from host", "by layers", "by tokens", "either"
+LOAD_FROM_SSD = "load from the SSD"
 _POOL = 2048
 """Device pool, in tokens: contexts of each length exceed it, and are evicted in their order."""
+_SSD_POOL = 8192
+"""Device pool with an SSD, in tokens; it is emptied before a request that is measured."""
+_WAIT_S = 600.0
 
 
 def report_layers(
@@ -49,13 +55,76 @@ def report_layers(
     with server.serve(systems, model, logs / "layers") as servers:
         for length in lengths:
             same = [context for context in contexts if context.length == length]
-            _of_length(report, length, _ttft(servers, same))
+            ttft = _ttft(servers, same)
+            _of_length(report, "host memory, behind a slow link", length, ttft, LOAD)
+
+
+def report_ssd_layers(
+    report: Report,
+    model: Path,
+    out: Path,
+    lengths: Sequence[int],
+    each: int,
+    bytes_per_second: int,
+) -> None:
+    """Adds the runs and figures of restoration from an SSD, by tokens and by layers.
+
+    Args:
+        out: directory of the SSDs' files and of the logs.
+        lengths: lengths of the contexts, in tokens.
+        each: number of contexts of each length.
+        bytes_per_second: rate of the SSD.
+    """
+    contexts = of_lengths(model, [length for length in lengths for _ in range(each)])
+    with tempfile.TemporaryDirectory(dir=out, prefix="layers-") as scratch:
+
+        def ours(name: str, layout: str, restore: Mapping[str, str] | None) -> server.System:
+            directory = Path(scratch) / name
+            directory.mkdir()
+            slow = {"bytes_per_second": bytes_per_second}
+            ssd = {"directories": [str(directory)], "capacity": "4GiB", "keep_after": 1}
+            config: dict[str, object] = {
+                "tiers": {"ssd": {**ssd, "emulate": slow}, "layout": layout, "wait": _WAIT_S}
+            }
+            if restore is not None:
+                config["restore"] = restore
+            arguments = (*base(_SSD_POOL), "--enable-ext", "--ext-config", json.dumps(config))
+            return server.System(name, arguments)
+
+        systems = [
+            server.System(RECOMPUTE, (*base(_SSD_POOL), "--disable-radix-cache")),
+            ours(LOAD_FROM_SSD, "token_major", None),
+            ours(TOKENS, "token_major", {}),
+            ours(LAYERS, "layer_major", {"ssd": "layers"}),
+            ours(AUTO, "layer_major", {}),
+        ]
+        with server.serve(systems, model, out / "logs" / "ssd-layers") as servers:
+            _ttft(servers, contexts[:2], _onto_the_ssd)  # the first loads teach the cost models
+            for length in lengths:
+                same = [context for context in contexts if context.length == length]
+                ttft = _ttft(servers, same, _onto_the_ssd)
+                medians = {name: statistics.median(found) for name, found in ttft.items()}
+                _of_length(report, "a slow SSD", length, ttft, LOAD_FROM_SSD, "ssd_")
+                for name, figure in ((LAYERS, "layers"), (AUTO, "auto")):
+                    ratio = medians[TOKENS] / medians[name]
+                    report.figures[f"ssd_{figure}_speedup_vs_tokens_{length}"] = ratio
+
+
+def _onto_the_ssd(url: str) -> None:
+    wait_until_stored(url)
+    forget(url)
 
 
 def _ttft(
-    servers: Sequence[server.Server], contexts: Sequence[Context]
+    servers: Sequence[server.Server],
+    contexts: Sequence[Context],
+    before: Callable[[str], None] | None = None,
 ) -> Mapping[str, Sequence[float]]:
-    """Returns TTFTs in seconds by system, of contexts that only host memory has by then."""
+    """Returns TTFTs in seconds by system, of contexts that the device does not have by then.
+
+    Args:
+        before: called with the URL of a server before each request that is measured.
+    """
     from sgl_ext.bench.harness.load_generator import Request, run
 
     found: dict[str, list[float]] = {each.system.name: [] for each in servers}
@@ -65,19 +134,28 @@ def _ttft(
                 one = servers[(turn + number + at) % len(servers)]
                 begin = context.length + _NEW * turn  # another question each time
                 tokens = [*context.heard, *context.tokens[begin : begin + _NEW]]
+                if turn and before is not None and one.system.name != RECOMPUTE:
+                    before(one.url)
                 (timing,) = run(one.url, [Request(tokens, 1)])
                 if turn:
                     found[one.system.name].append(timing.ttft)
     return found
 
 
-def _of_length(report: Report, length: int, ttft: Mapping[str, Sequence[float]]) -> None:
+def _of_length(
+    report: Report,
+    what: str,
+    length: int,
+    ttft: Mapping[str, Sequence[float]],
+    loading: str,
+    prefix: str = "",
+) -> None:
     medians = {name: statistics.median(each) for name, each in ttft.items()}
-    compute, load = medians[RECOMPUTE], medians[LOAD]
+    compute, load = medians[RECOMPUTE], medians[loading]
     for name, each in ttft.items():
         report.runs.append(
             {
-                "what": "host memory, behind a slow link",
+                "what": what,
                 "system": name,
                 "tokens": length,
                 "samples": len(each),
@@ -85,7 +163,7 @@ def _of_length(report: Report, length: int, ttft: Mapping[str, Sequence[float]])
             }
             | summary(each, "ttft_ms", 1e3)
         )
-    best = min(ttft[RECOMPUTE], ttft[LOAD], key=statistics.median)
+    best = min(ttft[RECOMPUTE], ttft[loading], key=statistics.median)
     for name, figure in ((LAYERS, "layers"), (TOKENS, "tokens"), (AUTO, "auto")):
         speedup = ratio_of_medians(best, ttft[name])
-        report.figures[f"{figure}_speedup_vs_best_single_{length}"] = speedup
+        report.figures[f"{prefix}{figure}_speedup_vs_best_single_{length}"] = speedup

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -35,6 +35,51 @@ class Coming(NamedTuple):
     blocks: Pages
 
 
+class LayerLoads(Protocol):
+    """Loads of pages in progress, of which the last layers come first."""
+
+    layers: int
+
+    def taken_back(self, layer: int) -> bool:
+        """Returns whether the forward has to compute a layer; if not, its KV is on the device."""
+
+    def fence(self, layer: int) -> None:
+        """Has the device's next work wait for the KV of a layer that was not taken back."""
+
+    def end(self) -> None:
+        """Ends all loads, so that none writes to blocks after the next owner of the blocks."""
+
+
+class HostLoads:
+    """Loads from host memory, with a ticket for each layer; see :class:`LayerLoads`."""
+
+    def __init__(self, tickets: Sequence[Ticket], streams: Streams) -> None:
+        self.layers = len(tickets)
+        self._tickets, self._streams = tickets, streams
+
+    def taken_back(self, layer: int) -> bool:
+        return taken_back(self._tickets[layer], self._streams)
+
+    def fence(self, layer: int) -> None:
+        self._tickets[layer].fence(self._streams.current(), COPY_DEADLINE_S)
+
+    def end(self) -> None:
+        end(self._tickets, self._streams)
+
+
+def from_host(tiers: TierStack, coming: Mapping[int, Sequence[Coming]]) -> HostLoads:
+    """Starts to load pages in host memory."""
+    pages, blocks = places(coming)
+    return HostLoads(tiers.holds.fill_from_the_top(pages, blocks), tiers.streams)
+
+
+def places(coming: Mapping[int, Sequence[Coming]]) -> tuple[Pages, Pages]:
+    """Returns the pages of all requests in host memory, and their blocks on the device."""
+    every = [one for each in coming.values() for one in each]
+    pages = np.concatenate([one.pages for one in every])
+    return pages, np.concatenate([one.blocks for one in every])
+
+
 @contextmanager
 def restoring(
     tiers: TierStack,
@@ -42,6 +87,7 @@ def restoring(
     planned: PlannedForward,
     parts: Sequence[Row],
     coming: Mapping[int, Sequence[Coming]],
+    loads: LayerLoads,
 ) -> Iterator[list[Row]]:
     """Makes the model's next forward compute lower layers of prefixes and use loaded upper ones.
 
@@ -49,6 +95,7 @@ def restoring(
         held: records how many tokens were computed instead of loaded.
         parts: rows that are computed in all layers.
         coming: pages to restore, by the request's place in the batch.
+        loads: their loads, which have begun.
 
     Yields:
         The rows that the forward begins with.
@@ -58,28 +105,24 @@ def restoring(
         TransferError: a load that the forward waits for has failed.
     """
     begin = first_rows(planned, coming, parts)
-    every = [one for each in coming.values() for one in each]
-    pages = np.concatenate([one.pages for one in every])
-    blocks = np.concatenate([one.blocks for one in every])
-    tickets = tiers.holds.fill_from_the_top(pages, blocks)
     computed = 0  # layers
 
     def run(first: Layers) -> object:
         nonlocal computed
-        taken_back(tickets[0], tiers.streams)
+        loads.taken_back(0)
         output = first.run(0, 1)
         computed = 1
         tiers.streams.pace()
-        while computed < len(tickets) and taken_back(tickets[computed], tiers.streams):
+        while computed < loads.layers and loads.taken_back(computed):
             output = first.run(computed, computed + 1)
             computed += 1
             tiers.streams.pace()
-        if computed == len(tickets):
+        if computed == loads.layers:
             return output
         with planned.cutting_over(begin, parts, first.batch) as batch:
             second = Layers(first.model, batch)
-            for layer in range(computed, len(tickets)):
-                tickets[layer].fence(tiers.streams.current(), COPY_DEADLINE_S)
+            for layer in range(computed, loads.layers):
+                loads.fence(layer)
                 output = second.run(layer, layer + 1)
         return output
 
@@ -89,8 +132,8 @@ def restoring(
     finally:
         for at, each in coming.items():
             tokens = sum(len(one.pages) for one in each) * tiers.layout.page
-            held.computed(planned.batch.rids[at], tokens * computed // len(tickets))
-        end(tickets, tiers.streams)
+            held.computed(planned.batch.rids[at], tokens * computed // loads.layers)
+        loads.end()
 
 
 def end(tickets: Sequence[Ticket], streams: Streams) -> None:

@@ -1,4 +1,4 @@
-"""Restoration of prefixes in host memory within one forward, each by its strategy."""
+"""Restoration of prefixes within one forward, each by its strategy."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ import numpy as np
 
 from sgl_ext.engine.core.sglang_types import Req
 from sgl_ext.engine.restore import by_layers, by_tokens
-from sgl_ext.engine.restore.by_layers import Coming
+from sgl_ext.engine.restore.by_layers import Coming, LayerLoads
 from sgl_ext.engine.step import cached_tokens
 from sgl_ext.planning.plan import LoadOrCompute
 from sgl_ext.planning.strategy import Strategy, computed_share
+from sgl_ext.tiers.part_loads import Pace
 
 if TYPE_CHECKING:
     from sgl_ext.engine.restore.power import RestorePower
     from sgl_ext.engine.step.forward import PlannedForward
     from sgl_ext.engine.step.rows import Row
+    from sgl_ext.restore.host_prefixes import Held
+    from sgl_ext.tiers.arena import Key
 
 
 @contextmanager
 def restoring(power: RestorePower, forward: PlannedForward, rows: list[Row]) -> Iterator[list[Row]]:
-    """Restores the forward's prefixes in host memory.
+    """Restores the forward's prefixes in host memory, or in a tier that loads layers.
 
     By tokens, they are complete before the forward; by layers, the forward itself restores them. If
-    the forward already goes on with other rows between two layers, they are only loaded.
+    the forward already goes on with other rows between two layers, prefixes are only loaded.
 
     Args:
         rows: rows that are computed in any case.
@@ -40,14 +43,27 @@ def restoring(power: RestorePower, forward: PlannedForward, rows: list[Row]) -> 
     before = {at: power.prefixes[forward.rids[at]].computed for at in coming}
     with ExitStack() as layers:
         if forward.cut_over:
-            for each in coming.values():
-                for one in each:
-                    power.stack.holds.fill(one.pages, one.blocks)
+            _load_whole(power, forward, coming)
         elif coming:
             rows = layers.enter_context(_by_strategy(power, forward, rows, coming))
         yield rows
     for at, each in coming.items():
         _count(power, power.batch.reqs[at], each, before[at])
+
+
+def _held(power: RestorePower, forward: PlannedForward, at: int) -> Held:
+    return power.prefixes[forward.rids[at]]
+
+
+def _load_whole(
+    power: RestorePower, forward: PlannedForward, coming: Mapping[int, Sequence[Coming]]
+) -> None:
+    for at, each in coming.items():
+        if _held(power, forward, at).tier is not None:
+            # Only chunks cut forwards over, and the configuration excludes them.
+            raise RuntimeError(f"{forward.rids[at]} has pages that are not in host memory")
+        for one in each:
+            power.stack.holds.fill(one.pages, one.blocks)
 
 
 def _coming(power: RestorePower, forward: PlannedForward) -> dict[int, list[Coming]]:
@@ -78,8 +94,10 @@ def _by_strategy(
     coming: Mapping[int, Sequence[Coming]],
 ) -> Iterator[list[Row]]:
     ways: dict[Strategy, dict[int, Sequence[Coming]]] = {each: {} for each in Strategy}
+    below: dict[int, Sequence[Coming]] = {}
     for at, each in coming.items():
-        ways[power.prefixes[forward.rids[at]].by][at] = each
+        held = _held(power, forward, at)
+        (below if held.tier else ways[held.by])[at] = each
     if tokens := ways[Strategy.TOKENS]:
         costs = power.planner.costs
         share = partial(computed_share, costs)
@@ -88,11 +106,45 @@ def _by_strategy(
         for at, count in computed.items():
             power.prefixes.computed(forward.rids[at], count)
         _measured(power, forward, tokens, time.monotonic() - began)
-    if layers := ways[Strategy.LAYERS]:
-        with by_layers.restoring(power.stack, power.prefixes, forward, rows, layers) as begin:
-            yield begin
+    if below:
+        # A forward is divided once: its other prefixes are loaded.
+        _load_whole(power, forward, ways[Strategy.LAYERS])
+        layers, loads = below, _from_below(power, forward, below)
+    elif layers := ways[Strategy.LAYERS]:
+        loads = by_layers.from_host(power.stack, layers)
     else:
         yield rows
+        return
+    with by_layers.restoring(power.stack, power.prefixes, forward, rows, layers, loads) as begin:
+        yield begin
+
+
+def _from_below(
+    power: RestorePower, forward: PlannedForward, coming: Mapping[int, Sequence[Coming]]
+) -> LayerLoads:
+    """Starts to load pages from the lower tier that has them."""
+    pages, blocks = by_layers.places(coming)
+    page, costs = power.stack.layout.page, power.planner.costs
+    keys: list[Key] = []
+    computing = 0.0
+    for at, each in coming.items():
+        held = _held(power, forward, at)
+        for one in each:
+            first = one.start // page - held.first
+            keys += held.keys[first : first + len(one.pages)]
+            computing += costs.compute.work(one.start, one.start + len(one.pages) * page)
+    tier = held.tier
+    if tier is None:
+        raise RuntimeError("pages in host memory are not loaded from a tier")
+    pace = Pace(
+        layer=computing / power.stack.layout.layers,
+        part=costs.loads[tier.tier.name].seconds(len(keys) * page) / len(tier.parts),
+    )
+    loads = power.stack.holds.parts_into(pages, blocks, tier.parts, pace, time.monotonic)
+    for at in coming:
+        _held(power, forward, at).loads.append(loads)
+    tier.load_parts(keys, pages, loads)
+    return loads
 
 
 def _measured(
@@ -112,7 +164,7 @@ def _measured(
 
 
 def _count(power: RestorePower, req: Req, coming: Sequence[Coming], before: int) -> None:
-    """Counts the tokens of a request that a forward has loaded from host memory.
+    """Counts the tokens of a request that a forward has loaded.
 
     Args:
         before: tokens of the request's pinned pages that earlier forwards had computed.
@@ -121,5 +173,5 @@ def _count(power: RestorePower, req: Req, coming: Sequence[Coming], before: int)
     tokens = sum(len(one.pages) for one in coming) * page - (held.computed - before)
     end = coming[-1].start + len(coming[-1].pages) * page
     begin, end = cached_tokens.first_time(req, coming[0].start, end)
-    cached_tokens.count(req, "host", min(tokens, end - begin))
+    cached_tokens.count(req, held.source, min(tokens, end - begin))
     cached_tokens.reach(req, end)

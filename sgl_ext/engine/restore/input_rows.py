@@ -120,5 +120,6 @@ def _as_many_pages(config: Tiers, kv: Layout, rows: Layout) -> Tiers:
             "ssd": ssd and ssd.model_copy(update={"capacity": less(ssd.capacity)}),
             "staging": less(config.staging),
             "remote": None,
+            "layout": "token_major",
         }
     )

@@ -30,9 +30,10 @@ from sgl_ext.engine.restore.prompt import Prompt, prompt_of
 from sgl_ext.engine.step import cached_tokens
 from sgl_ext.planning.plan import Load, LoadOrCompute, Source, Span
 from sgl_ext.planning.request import Restored
-from sgl_ext.planning.strategy import choose_strategy
+from sgl_ext.planning.strategy import choose_strategy, layers_are_faster
 from sgl_ext.planning.want import Run, Want
 from sgl_ext.restore.host_prefixes import HostPrefixes
+from sgl_ext.tiers.lower import result_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from sgl_ext.engine.step.rows import Row
     from sgl_ext.planning.planner import Planner
     from sgl_ext.tiers.arena import Key
+    from sgl_ext.tiers.lower import LowerTier
     from sgl_ext.tiers.stack import TierStack
 
 _HELD_S = 60.0
@@ -78,6 +80,8 @@ class RestorePower(Power[Restore]):
     stack: TierStack
     batch: ScheduleBatch
     interrupted: str | None = None
+    _tier_of_parts: LowerTier | None = None
+    """Tier that can load pages by layers; None if there is none."""
     _queued: Req | None = None
     """Interrupted request that is queued again at the end of this step; None if there is none."""
     _asking: Prompt | None = None
@@ -99,11 +103,12 @@ class RestorePower(Power[Restore]):
             raise RuntimeError("restore is configured without tiers")
         self._ext, self._scheduler, self.stack = ext, scheduler, ext.tiers.stack
         self.planner = ext.tiers.planner
-        setup.prepare(
-            self.section, self.stack.layout.page, get_schedule().chunked_prefill_size, ext.costs
-        )
+        self._most = get_schedule().chunked_prefill_size
+        setup.prepare(self.section, self.stack.layout.page, self._most, ext.costs)
         model = scheduler.tp_worker.model_runner.model
         self._layered = hasattr(model, "forward_split_prefill")
+        if self._layered:
+            self._tier_of_parts = next((tier for tier in self.stack.lower if tier.parts), None)
         self.prefixes = HostPrefixes(self.stack.holds, self.stack.layout.page, time.monotonic)
         self.stack.keepers.append(lambda: self.prefixes.give_up_one(ext.plans))
         ext.tiers.linker.restoring = self
@@ -129,6 +134,8 @@ class RestorePower(Power[Restore]):
             return None
         keys = keys[: prompt.most]
         pages = self.stack.host.lookup(keys)
+        if rid not in self.planner.wants and self._by_layers(rid, prompt, keys, pages):
+            return pages
         run = Run(keys, prompt.first * self.planner.page, pages)
         self.planner.restore(Want(rid, (run,), prompt.tokens, prompt.precedence))
         if rid in self.planner.wants:
@@ -142,6 +149,25 @@ class RestorePower(Power[Restore]):
             return pages
         self.prefixes.hold(rid, keys[:pages], prompt.first, by)
         return 0  # for SGLang these pages are computed
+
+    def _by_layers(self, rid: str, prompt: Prompt, keys: Sequence[Key], pages: int) -> bool:
+        """Holds the request's pages after the first ``pages`` if a tier loads them by layers.
+
+        Under load, requests share the tier as the policy decides, by tokens.
+        """
+        tier, lower = self._tier_of_parts, self.stack.lower
+        if tier is None or self.section.ssd == "tokens" or self.planner.pending():
+            return False
+        found = result_of(tier.lookup(keys[pages:]), 0)
+        first, page = prompt.first + pages, self.planner.page
+        within_a_forward = prompt.tokens - first * page <= self._most
+        if not found or not within_a_forward or (len(lower) > 1 and found < len(keys) - pages):
+            return False
+        if self.section.ssd == "auto" and not layers_are_faster(
+            self.planner.costs, tier.tier.name, first * page, (first + found) * page, rid
+        ):
+            return False
+        return self.prefixes.hold_below(rid, keys[pages : pages + found], first, tier)
 
     def poll(self) -> None:
         # SGLang does not look requests up while it has no room: a long queue would pin all pages.
@@ -287,7 +313,7 @@ class RestorePower(Power[Restore]):
         held = self.prefixes[rid]
         if held.told is None:
             return
-        loaded = {"host": self.prefixes.used(rid)}
+        loaded = {held.source: self.prefixes.used(rid)}
         restored = Restored(loaded=loaded, computed=held.computed, seconds=held.told["seconds"])
         held.told |= restored
         self._count(restored)

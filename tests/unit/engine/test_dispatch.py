@@ -200,7 +200,7 @@ class Forward:
             forget=lambda _rid: None,
         )
         restore: Any = ext.restore
-        restore.prefixes = {"r": SimpleNamespace(computed=0)}
+        restore.prefixes = {"r": SimpleNamespace(computed=0, tier=None)}
         restore.batch = SimpleNamespace(reqs=["request"])
         restore.stack = SimpleNamespace(
             holds=SimpleNamespace(fill=lambda pages, _blocks: self.loaded.append(pages))

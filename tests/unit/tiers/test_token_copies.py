@@ -115,7 +115,9 @@ def test_copies_are_ordered_with_forwards_and_with_the_next_use_of_a_page(
         for array, on_device in ((memory, True), (host, False)):
             engine.register(array.ctypes.data, array.nbytes, owner=array, device=on_device)
         slab: Any = SimpleNamespace(address=memory.ctypes.data, layout=layout, blocks=BLOCKS)
-        slots: Any = SimpleNamespace(address=host.ctypes.data, stride=STRIDE, pages=PAGES)
+        slots: Any = SimpleNamespace(
+            layout=layout, address=host.ctypes.data, stride=STRIDE, pages=PAGES
+        )
         stream = device.stream()
         streams = Streams() if missing == "streams" else Forward(stream)
         lane = engine.cuda_lane(library=library)
