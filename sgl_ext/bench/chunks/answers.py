@@ -2,10 +2,11 @@
 
 The questions are of HotpotQA, 2WikiMultihopQA and MuSiQue, equally many of each. Each document is
 an unchanged chunk. A prompt has the gold documents of a question and three others, because all of
-them take minutes per question on a small machine. ``full`` computes the same prompts on the same
-server. All systems use the precision that the server selects by default, so the measured loss is
-the loss that a user would see. A whole run takes hours; an interrupted run continues where it
-stopped if it is given the same ``--out``.
+them take minutes per question on a small machine. With ``--needles`` the chunks are passages of
+essays, one of which has six digits that the question asks for. ``full`` computes the same prompts
+on the same server. All systems use the precision that the server selects by default, so the
+measured loss is the loss that a user would see. A whole run takes hours; an interrupted run
+continues where it stopped if it is given the same ``--out``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from sgl_ext.bench.chunks.linked import (
     text_of,
 )
 from sgl_ext.bench.chunks.prompts import Prompt, Template, document_prompts
+from sgl_ext.bench.data.needles import needle_prompts
 from sgl_ext.bench.data.questions import SETS
 from sgl_ext.bench.data.scores import exact_match, f1, mean_interval
 from sgl_ext.bench.harness.partial import Partial
@@ -41,6 +43,8 @@ from sgl_ext.serving.http import generate
 _METHODS = ("naive", "lego-2", "lego-8", "lego-16", "blend-15", DEFAULT)
 _QUESTIONS = 99
 _DISTRACTORS = 3
+_NEEDLE_TOKENS = 2048
+"""Tokens of a prompt that hides a needle."""
 _ANSWER_TOKENS = 24
 _POOL = 60_000
 _START_DEADLINE_S = 900.0
@@ -52,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--questions", type=int, default=_QUESTIONS, metavar="COUNT",
         help=f"number of questions, a third of each set (default: {_QUESTIONS}; 6 with --quick)",
     )  # fmt: skip
+    parser.add_argument(
+        "--needles",
+        action="store_true",
+        help="ask for needles instead of the questions of the sets",
+    )
     parser.add_argument(
         "--method",
         action="append",
@@ -68,12 +77,8 @@ def run(*, quick: bool, out: Path, options: argparse.Namespace) -> Report:
     methods = (*(options.method or _METHODS),)
     template = Template(AutoTokenizer.from_pretrained(model))
     layers = AutoConfig.from_pretrained(model).num_hidden_layers
-    # One question of each set after the other, so that an interrupted run has some of each.
-    of_sets = [
-        document_prompts(template, asked(name), -(-count // len(SETS)), distractors=_DISTRACTORS)
-        for name in SETS
-    ]
-    prompts = [*chain.from_iterable(zip(*of_sets, strict=True))][:count]
+    prompts = _prompts(template, count, needles=options.needles)
+    name = "chunks_answers-needles" if options.needles else "chunks_answers"
     config = {
         "model": model.name,
         "questions": count,
@@ -81,8 +86,8 @@ def run(*, quick: bool, out: Path, options: argparse.Namespace) -> Report:
         "methods": methods,
         "page": PAGE,
     }
-    report = Report("chunks_answers", {"quick": quick, **config})
-    partial = Partial(out, "chunks_answers", config, quick=quick)
+    report = Report(name, {"quick": quick, **config})
+    partial = Partial(out, name, config, quick=quick)
     if all(prompt.name in partial for prompt in prompts):
         scores = [partial.find(prompt.name, dict) for prompt in prompts]
     else:
@@ -96,6 +101,17 @@ def run(*, quick: bool, out: Path, options: argparse.Namespace) -> Report:
     _report(report, scores, methods)
     partial.forget()
     return report
+
+
+def _prompts(template: Template, count: int, *, needles: bool) -> list[Prompt]:
+    if needles:
+        return needle_prompts(template, count, length=_NEEDLE_TOKENS)
+    # One question of each set after the other, so that an interrupted run has some of each.
+    of_sets = [
+        document_prompts(template, asked(name), -(-count // len(SETS)), distractors=_DISTRACTORS)
+        for name in SETS
+    ]
+    return [*chain.from_iterable(zip(*of_sets, strict=True))][:count]
 
 
 def _scores(
@@ -121,6 +137,7 @@ def _score(text: str, right: Sequence[str], cost: float) -> dict[str, Any]:
         "answer": answer,
         "f1": f1(answer, right),
         "exact": exact_match(answer, right),
+        "found": any(each in answer for each in right),
         "cost": cost,
     }
 
@@ -144,6 +161,7 @@ def _report(
                 "lost_low": lost.low,
                 "lost_high": lost.high,
                 "exact": statistics.mean(each[name]["exact"] for each in scores),
+                "found": statistics.mean(each[name]["found"] for each in scores),
             }
         )
         report.figures[f"f1_lost_points_{name}"] = 100 * lost.mean

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tier_kit import DEADLINE_S, LARGE, arena, directories, fill, folder, keys, put, wipe
+from tier_kit import DEADLINE_S, arena, directories, fill, folder, keys, put, wipe
+from tier_kit import LAYOUT as SMALL
 
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import HostSlab, Layout
@@ -17,8 +18,8 @@ from sgl_ext.tiers.layer_major import layer_major, parts_of
 from sgl_ext.tiers.ssd import SsdTier
 
 PAGE, LAYERS, BLOCKS = 16, 5, 12
-LAYOUT = Layout(PAGE, LAYERS, kv_heads=4, head_dim=128, dtype="float16", fingerprint="t")
-"""Layout with layers of 32 KiB, two of which are a part."""
+LAYOUT = Layout(PAGE, LAYERS, kv_heads=1, head_dim=128, dtype="float16", fingerprint="t")
+"""Layout with layers of 8 KiB, two of which are a part."""
 MAJOR = layer_major(LAYOUT)
 
 
@@ -82,13 +83,13 @@ def test_each_part_is_verified_alone(engine: TransferEngine) -> None:
     host = arena(engine, 4, MAJOR)
     assert host.parts == ((0, 2), (2, 4), (4, 5))
     assert [host.extent(part) for part in range(3)] == [
-        (0, 64 << 10), (64 << 10, 64 << 10), (128 << 10, host.stride - (128 << 10)),
+        (0, 16 << 10), (16 << 10, 16 << 10), (32 << 10, host.stride - (32 << 10)),
     ]  # fmt: skip
     names, where = keys(1, 2), np.array([0, 3])
     fill(host, names, where)
     host.seal(names, where, 5)
     assert host.verify(names, where).all()
-    host.memory[3, 70_000] ^= 1
+    host.memory[3, 20_000] ^= 1
     assert host.verify(names, where).tolist() == [True, False]
     assert [host.verify(names, where, part).tolist() for part in range(3)] == [
         [True, True], [True, False], [True, True],
@@ -131,7 +132,7 @@ def test_a_damaged_part_fails_alone_and_its_page_is_removed(
     tier = SsdTier(host, engine, [path], 4 * host.stride)
     assert all(put(tier, host, 0, 1))
     with (folder(path) / "pages").open("r+b") as file:
-        file.seek(host.stride + 70_000)  # part 1 of the second slot
+        file.seek(host.stride + 20_000)  # part 1 of the second slot
         file.write(b"damage")
     wipe(host)
     every = np.arange(2)
@@ -172,9 +173,9 @@ def test_pages_of_another_order_are_not_found(engine: TransferEngine, tmp_path: 
 
 
 def test_small_pages_have_no_parts() -> None:
-    assert parts_of(LARGE) == ()
+    assert parts_of(SMALL) == ()
     with pytest.raises(ExtError, match="raise --page-size"):
-        layer_major(LARGE)
+        layer_major(SMALL)
     odd = Layout(3, 8, kv_heads=3, head_dim=320, dtype="float16", fingerprint="t")
     with pytest.raises(ExtError, match="multiple of 4096 B"):
         layer_major(odd)
