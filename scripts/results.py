@@ -150,7 +150,7 @@ LINKED = Chunks().method
 CODE = {"blend-15", "lego-16", "query-5", "query-15", LINKED, "cake", "longest", "shortest"}
 _DOCUMENTS = "divergence, documents as they are"
 BATCHES = "restore-batches-arrivals-host"
-_FROM_HOST = "host memory, behind a slow link"
+_FROM_HOST, _FROM_SSD = "host memory, behind a slow link", "a slow SSD"
 PEER = "peer-context-resize-interference"
 RATE = Column("transfer engine", "GB/s", form(2, " GB/s"))
 
@@ -338,6 +338,15 @@ TABLES: dict[str, Table] = {
             for tokens in (128, 256, 512, 1024)
         ],
     ),
+    "restore-ssd-layers": Table(
+        "restore-ssd-layers",
+        "on a slow SSD",
+        systems("recompute", "load from the SSD", "by tokens", "by layers", "either"),
+        [
+            Column(f"{tokens:,} tokens", "ttft_ms_p50", MS, {"tokens": tokens, "what": _FROM_SSD})
+            for tokens in (256, 512, 1024, 2048)
+        ],
+    ),
     "restore-arrivals": Table(
         BATCHES,
         "one after another",
@@ -411,6 +420,54 @@ TABLES: dict[str, Table] = {
             for name, system in (
                 ("recomputed", "recompute beside a tier"), ("page by page", "per page, waiting"),
                 ("this section", "ours"), ("the same again", "ours, again"),
+            )
+        ],
+    ),
+    "swap-sweeps": Table(
+        "swap-sweeps",
+        "behind the link",
+        {
+            label: {"what": f"sweep, {what}"}
+            for label, what in (
+                ("0.7 of the capacity", "load 0.7"), ("1 of the capacity", "load 1"),
+                ("1.3 of the capacity", "load 1.3"), ("1.6 of the capacity", "load 1.6"),
+                ("1.3; priorities drawn every 100 iterations", "random 100"),
+                ("1.3; drawn every 25 iterations", "random 25"),
+                ("1.3; drawn as a Markov chain", "markov 50"),
+                ("1.3; 8 MiB of host memory", "host 8MiB"),
+                ("1.3; 32 MiB of host memory", "host 32MiB"),
+            )
+        },
+        [
+            Column(f"{title}: {name}", key, shown, {"system": system})
+            for title, key, shown in (
+                ("TTFT, p95", "ttft_p95_s", S), ("p99 of all turns", "ttft_p99_of_all_s", S),
+                ("tokens/s", "tokens_per_s", form(0)),
+                ("between tokens, p99.9", "tbt_p99.9_ms", MS),
+            )
+            for name, system in (
+                ("page by page", "per page, waiting"), ("this section", "ours"),
+            )
+        ],
+    ),
+    "swap-without": Table(
+        "swap-sweeps",
+        "1.3 of the capacity, behind the link",
+        {
+            "this section": {"system": "ours"},
+            "copies page by page": {"system": "ours, page by page"},
+            "swap-out waits for its copies": {"system": "ours, swap-out waits"},
+            "swap-in always waits": {"system": "ours, swap-in waits"},
+            "swap-in never waits": {"system": "ours, swap-in never waits"},
+            "swaps pages out again that host memory has": {"system": "ours, no reuse"},
+        },
+        [
+            Column(title, key, shown, {"what": "sweep, without"})
+            for title, key, shown in (
+                ("TTFT, p95", "ttft_p95_s", S), ("p99 of all turns", "ttft_p99_of_all_s", S),
+                ("tokens/s", "tokens_per_s", form(0)),
+                ("between tokens, p99.9", "tbt_p99.9_ms", MS),
+                ("pages copied per swap-out", "pages_out_each", form(0)),
             )
         ],
     ),
