@@ -94,6 +94,12 @@ class HostPrefixes:
         self._held[rid] = Held(first, keys, pages, Strategy.LAYERS, since, tier=tier)
         return True
 
+    @property
+    def loading(self) -> bool:
+        """Returns whether a tier loads, or will, what forwards have asked for so far."""
+        every = (*self._held.values(), *self._leaving)
+        return any(not loads.closed for held in every for loads in held.loads)
+
     def used(self, rid: str) -> int:
         """Counts a use of the request's pages, and returns the tokens of them that were loaded."""
         held = self._held[rid]

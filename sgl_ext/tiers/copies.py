@@ -257,7 +257,8 @@ class DeviceCopies:
                 *pitches,
             )
             tickets.append(self._engine.submit(rows, self._loads, priority, busy))
-        self._into_device.begin(len(pages) * layout.page, tickets)
+        copied = sum(end - begin for begin, end in (self.groups if groups is None else groups))
+        self._into_device.begin(len(pages) * layout.page * copied // layout.layers, tickets)
         return tickets
 
 

@@ -53,7 +53,9 @@ class PartLoads:
         self._copy, self._fence, self._pace, self._clock = copy, fence, pace, clock
         self._changed = threading.Condition()
         self._reading: int | None = None
-        self._began = clock()
+        self._began: float | None = None
+        """Time at which the last read began; None before the first one."""
+        self._late = False
         self._bottom = len(parts)
         """First part that has been read; all above it have been, too."""
         self._computed = 0
@@ -113,9 +115,11 @@ class PartLoads:
         return part not in self._copies
 
     def _await(self, part: int, layer: int) -> None:
+        if self._late or self._began is None:
+            return  # what hangs, or waits for another load, is not awaited for each layer again
         left = self._began + (self._bottom - part) * self._pace.part - self._clock()
         if left <= self._pace.layer * (self._parts[part][1] - layer):
-            self._changed.wait_for(
+            self._late = not self._changed.wait_for(
                 lambda: self._ended or self._bottom <= part, max(left, 0.0) + _LATE_S
             )
 

@@ -124,7 +124,9 @@ class ThreadedTier:
     def _load_parts(
         self, tier: PartTier, keys: Sequence[Key], pages: Pages, loads: PartLoads
     ) -> None:
-        begin, layers = self._clock(), 0
+        name, costs, layers = tier.name, self._costs, 0
+        tokens = len(keys) * self._page
+        self.throughput.begin(costs.loads[name].seconds(tokens) if costs.known(name) else 0.0)
         try:
             while (part := loads.next()) is not None:
                 good = bool(tier.load_part(keys, pages, part).all())
@@ -133,11 +135,12 @@ class ThreadedTier:
                 loads.read(good=good)
         except Exception:  # a bug, as in result_of
             logger.exception("an operation of a tier failed")
-        # As many whole pages, in bytes.
-        count, seconds = round(len(keys) * layers / loads.layers), self._clock() - begin
+        finally:
+            seconds = self.throughput.end()
+        count = round(len(keys) * layers / loads.layers)  # as many whole pages have these bytes
         self.loaded.add(count, seconds)
         if count:
-            self._costs.loaded(tier.name, count * self._page, seconds)
+            costs.loaded(name, count * self._page, seconds)
 
     def _load(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
         name, costs, count = self.tier.name, self._costs, 0

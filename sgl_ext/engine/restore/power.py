@@ -156,13 +156,17 @@ class RestorePower(Power[Restore]):
         Under load, requests share the tier as the policy decides, by tokens.
         """
         tier, lower = self._tier_of_parts, self.stack.lower
-        if tier is None or self.section.ssd == "tokens" or self.planner.pending():
+        if tier is None or self.section.ssd == "tokens":
+            return False
+        if self.planner.pending() or self.prefixes.loading:
             return False
         found = result_of(tier.lookup(keys[pages:]), 0)
         first, page = prompt.first + pages, self.planner.page
         within_a_forward = prompt.tokens - first * page <= self._most
         if not found or not within_a_forward or (len(lower) > 1 and found < len(keys) - pages):
             return False
+        if not tier.throughput.worthwhile(faster=True):
+            return False  # the device hangs
         if self.section.ssd == "auto" and not layers_are_faster(
             self.planner.costs, tier.tier.name, first * page, (first + found) * page, rid
         ):

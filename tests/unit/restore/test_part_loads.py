@@ -99,7 +99,18 @@ def test_a_part_is_awaited_only_if_computing_it_takes_longer() -> None:
 def test_a_late_part_is_not_awaited_for_long() -> None:
     trial = Trial(part=0.01)
     trial.loads.next()
-    assert trial.loads.taken_back(6)  # returns although the tier never ends
+    waits: list[float] = []
+    changed: Any = trial.loads._changed
+    changed.wait_for = lambda _done, seconds: bool(waits.append(seconds))
+    assert all(trial.loads.taken_back(layer) for layer in range(8))
+    assert waits == [pytest.approx(0.53)]  # once, although the tier never ends
+
+
+def test_a_load_that_has_not_begun_is_not_awaited() -> None:
+    trial = Trial(part=0.01)
+    changed: Any = trial.loads._changed
+    changed.wait_for = lambda *_: pytest.fail("the tier loads for others")
+    assert all(trial.loads.taken_back(layer) for layer in range(8))
 
 
 def test_no_copy_begins_after_the_end() -> None:

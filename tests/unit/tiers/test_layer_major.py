@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,6 +78,17 @@ def test_groups_of_layers_and_tokens_are_loaded(engine: TransferEngine) -> None:
     every = before.reshape(BLOCKS * PAGE, LAYERS, -1)
     every[slots] = every[blocks[tokens // PAGE] * PAGE + tokens % PAGE]
     np.testing.assert_array_equal(pool.blocks, before)
+
+
+def test_a_copy_of_some_layers_counts_as_fewer_tokens(engine: TransferEngine) -> None:
+    pool, counted = Pool(engine), list[int]()
+    times: Any = pool.copies._into_device
+    times.begin = lambda tokens, _tickets: counted.append(tokens)
+    pages = np.arange(4)
+    pool.copies.load_layers(pages, pages, (1, 3)).wait(DEADLINE_S)
+    for ticket in (*pool.copies.load(pages, pages), *pool.copies.load_from_the_top(pages, pages)):
+        ticket.wait(DEADLINE_S)
+    assert counted == [4 * PAGE * 2 // LAYERS, 4 * PAGE, 4 * PAGE]
 
 
 def test_each_part_is_verified_alone(engine: TransferEngine) -> None:
