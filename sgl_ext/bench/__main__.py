@@ -23,6 +23,7 @@ BENCHES = {
     "chunks_answers": "chunks.answers",
     "clusters": "clusters.bench",
     "exactness": "exactness.bench",
+    "field": "field.bench",
     "memory": "memory.bench",
     "overhead": "overhead",
     "peer": "peer.bench",

@@ -65,10 +65,11 @@ def build(
     geometry, tokens = recorded.geometry, len(recorded.tokens)
     options = options or Options()
     if base is None:
-        options = options.fitted(tokens, Blocks.fitting(geometry.entry_bytes))
+        options = options.fitted(tokens, options.block or Blocks.fitting(geometry.entry_bytes))
         about = About(
             geometry, tokens, options.sinks, options.window, len(directories), options.subspaces,
             tokens - options.sinks - options.window, recorded.salt, copies,
+            block=options.block,
         )  # fmt: skip
         shared: tuple[Path, ...] = ()
     else:

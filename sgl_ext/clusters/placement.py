@@ -32,6 +32,7 @@ class Blocks:
             one of the previous layer (in the first extent).
         copies: Copies of each block, at most as many as devices.
         later: Entries before each extent but the first, a multiple of :attr:`block` each.
+        size: Entries of a block; 0 for as many as :data:`SECTOR` bytes hold, one at least.
     """
 
     entries: int
@@ -40,16 +41,17 @@ class Blocks:
     layers: int
     copies: int = 1
     later: tuple[int, ...] = ()
+    size: int = 0
 
     @staticmethod
     def fitting(entry_bytes: int) -> int:
-        """Returns the entries of a block, for entries of ``entry_bytes``."""
+        """Returns the entries of a block, unless another number is chosen."""
         return max(SECTOR // entry_bytes, 1)
 
     @property
     def block(self) -> int:
         """Entries of a block."""
-        return self.fitting(self.entry_bytes)
+        return self.size or self.fitting(self.entry_bytes)
 
     @property
     def block_bytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,9 @@ class Options:
         subspaces: Bytes of the code of a key, for each KV head.
         activated: Share of the entries that count as activated by a query.
         threads: Layers that are processed in parallel.
+        order: Order in which new entries are stored. ``activated``: those that are activated
+            together share a block; ``text``: blocks of consecutive tokens, for comparison only.
+        block: Entries of a block of a context that continues no other; 0 for as many as 4 KiB hold.
     """
 
     sinks: int = 4
@@ -39,6 +43,8 @@ class Options:
     subspaces: int = 8
     activated: float = 0.1
     threads: int = 1
+    order: Literal["activated", "text"] = "activated"
+    block: int = 0
 
     def fitted(self, tokens: int, block: int) -> Options:
         """Returns the options with the window extended for a context of ``tokens`` tokens.
@@ -65,7 +71,7 @@ class Profile:
     Attributes:
         activations: Activations of the new entries, in the order of the text.
         order: All entries in the order of storage, int32 ``[entries]``; entries that are activated
-            together are adjacent.
+            together are adjacent, unless :attr:`Options.order` is ``text``.
         codes: Codes of the keys, in the order of storage.
     """
 
@@ -107,7 +113,10 @@ class Profile:
         known = 0 if base is None else len(base.order)
         masses = (mass[:, known:] for mass in _masses(layer, options))
         activations = Activations.of(masses, options.activated)
-        order = known + _clusters.blocks(activations.bits, block, max(_WINDOW, block))
+        if options.order == "text":
+            order = np.arange(known, known + len(activations.bits), dtype=np.int32)
+        else:
+            order = known + _clusters.blocks(activations.bits, block, max(_WINDOW, block))
         if base is None:
             codes = Codes.of(middle[order], queries, options.subspaces, seed=layer.number)
         else:

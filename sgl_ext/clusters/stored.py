@@ -56,6 +56,8 @@ class About(msgspec.Struct, frozen=True):
     """Copies of each block, on different devices."""
     later: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MOST_EXTENTS - 1)] = ()
     """Entries before each extent but the first."""
+    block: _Near = 0
+    """Entries of a block; 0 for as many as 4 KiB hold, one at least."""
 
     def __post_init__(self) -> None:
         blocks = self.blocks
@@ -86,8 +88,9 @@ class About(msgspec.Struct, frozen=True):
         middle = self.tokens - self.sinks - self.window
         geometry = self.geometry
         return Blocks(
-            middle, geometry.entry_bytes, self.devices, geometry.layers, self.copies, self.later
-        )
+            middle, geometry.entry_bytes, self.devices, geometry.layers, self.copies, self.later,
+            self.block,
+        )  # fmt: skip
 
     def continued(self, tokens: int, window: int) -> About:
         """Returns the description of a context that begins with this one.

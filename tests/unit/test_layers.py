@@ -43,7 +43,8 @@ PURE |= {f"tiers/{name}" for name in (
 AROUND_SGLANG = {
     f"bench/harness/{name}" for name in ("attention_trial", "load_generator", "prefix_tree")
 }
-"""Modules of the harness that wrap parts of SGLang."""
+AROUND_SGLANG |= {"bench/field/sglang_client"}
+"""Modules of the benchmarks that wrap parts of SGLang."""
 _MECHANISM = {
     "asyncio", "concurrent", "multiprocessing", "os", "pathlib", "queue", "select", "selectors",
     "socket", "subprocess", "tempfile", "threading", "time", "zmq",

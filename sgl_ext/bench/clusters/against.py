@@ -76,9 +76,9 @@ def report_against(
             asks: dict[str, Ask] = {
                 DENSE: _dense(in_pool.url, context),
                 HOST: _dense(from_host.url, context),
-            } | {_name(share): _following(stored.url, id_, share) for share in _SHARES}
+            } | {_name(share): following(stored.url, id_, share) for share in _SHARES}
             found = {key: _Measured() for key in product(asks, batches)}
-            prompts = _Prompts(sample.unseen)
+            prompts = Prompts(sample.unseen)
             for at in range(rounds + 1):
                 for batch in batches:
                     for name in [*asks][at % len(asks) :] + [*asks][: at % len(asks)]:
@@ -100,13 +100,13 @@ def report_against(
         for share in _SHARES:
             ours = found[_name(share), batch]
             name = f"{100 * share:g}_batch_{batch}"
-            report.figures[f"tokens_per_s_to_dense_{name}"] = _ratio(
+            report.figures[f"tokens_per_s_to_dense_{name}"] = ratio(
                 found[DENSE, batch].token, ours.token
             )
-            report.figures[f"ttft_to_host_{name}"] = _ratio(ours.ttft, found[HOST, batch].ttft)
+            report.figures[f"ttft_to_host_{name}"] = ratio(ours.ttft, found[HOST, batch].ttft)
 
 
-class _Prompts:
+class Prompts:
     """Prompts of text, none of which begins as an earlier one.
 
     Args:
@@ -137,7 +137,14 @@ def _dense(url: str, context: Sequence[int]) -> Ask:
     return ask
 
 
-def _following(url: str, context: str, share: float) -> Ask:
+def following(url: str, context: str, share: float) -> Ask:
+    """Returns a function that sends prompts behind a stored context of a server.
+
+    Args:
+        context: id of the context.
+        share: ``sparsity`` of the requests.
+    """
+
     def ask(prompt: Sequence[int], tokens: int) -> None:
         send(url, prompt, {**_params(tokens), "custom_params": follows(context, share)})
 
@@ -157,16 +164,17 @@ def _displace(url: str, context: Sequence[int]) -> None:
 
 def _measure(ask: Ask, prompts: Sequence[Sequence[int]], measured: _Measured) -> None:
     """Measures a batch: its first tokens, and its further ones behind cached prompts."""
-    first = _seconds(ask, prompts, 1)
-    short = _seconds(ask, prompts, 1)
-    long = _seconds(ask, prompts, 1 + _ANSWER)
+    first = seconds(ask, prompts, 1)
+    short = seconds(ask, prompts, 1)
+    long = seconds(ask, prompts, 1 + _ANSWER)
     if long <= short:
         raise ExtError("the answer of one token took longer than the long one; repeat the run")
     measured.ttft.append(first)
     measured.token.append((long - short) / _ANSWER)
 
 
-def _seconds(ask: Ask, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+def seconds(ask: Ask, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+    """Returns the seconds until all of the prompts, sent at once, have answers of ``tokens``."""
     with ThreadPoolExecutor(len(prompts)) as threads:
         begin = time.perf_counter()
         for each in [threads.submit(ask, prompt, tokens) for prompt in prompts]:
@@ -174,6 +182,6 @@ def _seconds(ask: Ask, prompts: Sequence[Sequence[int]], tokens: int) -> float:
         return time.perf_counter() - begin
 
 
-def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
+def ratio(above: Sequence[float], below: Sequence[float]) -> float:
     """Returns the median ratio of measurements of the same rounds."""
     return statistics.median(one / other for one, other in zip(above, below, strict=True))

@@ -4,7 +4,7 @@ A server records keys and queries of real texts. The part ``mass`` calculates fr
 of the attention that a selection covers, and the part ``heads`` that of a selection for each KV
 head. In the parts ``answers``, ``continuing``, ``joined`` and ``serving``, servers follow stored
 contexts; in the part ``storing``, they store one. The part ``against`` compares a stored context
-with dense attention.
+with dense attention, and the part ``selections`` one that is stored with other blocks.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from sgl_ext.bench.clusters.heads import report_heads
 from sgl_ext.bench.clusters.joined import report_joined
 from sgl_ext.bench.clusters.mass import report_mass
 from sgl_ext.bench.clusters.samples import Observed, samples, stored_system
+from sgl_ext.bench.clusters.selections import report_selections
 from sgl_ext.bench.clusters.serving import report_serving
 from sgl_ext.bench.clusters.storing import report_storing
 from sgl_ext.bench.harness.partial import Partial
@@ -30,7 +31,10 @@ from sgl_ext.bench.harness.report import Report
 from sgl_ext.models import SMOLLM2, prepare
 from sgl_ext.serving import server
 
-PARTS = ("mass", "heads", "answers", "continuing", "joined", "serving", "storing", "against")
+PARTS = (
+    "mass", "heads", "answers", "continuing", "joined", "serving", "storing", "against",
+    "selections",
+)  # fmt: skip
 _DEVICES = 4
 _BY_HEAD = 2
 """Number of contexts of which each KV head has a selection of its own."""
@@ -54,7 +58,7 @@ class _Sizes:
     stores: int
     """Number of times that it is stored."""
     batches: Sequence[int]
-    """Numbers of requests at once that are compared with dense attention."""
+    """Numbers of requests at once of the parts ``against`` and ``selections``."""
 
 
 _QUICK = _Sizes((2048,), 100, 8192, (0.1,), 2, 2000, 1, (1, 4))
@@ -98,6 +102,13 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
             report, partial, "against",
             lambda found: report_against(
                 found, model, read[-2:][0], sizes.batches, -(-sizes.rounds // 2), out
+            ),
+        )  # fmt: skip
+    if "selections" in parts:
+        _find(
+            report, partial, "selections",
+            lambda found: report_selections(
+                found, model, read[0], sizes.batches, sizes.pool, -(-sizes.rounds // 4), out
             ),
         )  # fmt: skip
     if "mass" in parts:

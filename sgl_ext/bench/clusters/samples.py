@@ -116,7 +116,7 @@ def stored_system(
         pool: tokens that the KV pool of the server holds.
         section: section ``clusters`` of the configuration, without ``directories``.
     """
-    places = [place / f"device{at}" for at in range(devices)]
+    places = device_directories(place, devices)
     for each in places:
         each.mkdir(parents=True)
     config = {"clusters": {"directories": [*map(str, places)], **section}}
@@ -125,6 +125,11 @@ def stored_system(
         "--enable-ext", "--ext-config", json.dumps(config),
     )  # fmt: skip
     return System(name, arguments)
+
+
+def device_directories(place: Path, devices: int) -> list[Path]:
+    """Returns the directories of :func:`stored_system`, one for each device."""
+    return [place / f"device{at}" for at in range(devices)]
 
 
 def record(url: str, tokens: Sequence[int]) -> Recorded:

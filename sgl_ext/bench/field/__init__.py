@@ -1,0 +1,1 @@
+"""Benchmark of well-known workloads: SGLang, HiCache, ``tiers``, ``restore`` and ``chunks``."""
