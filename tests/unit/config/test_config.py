@@ -207,6 +207,9 @@ def test_invalid_restore_options_are_refused(restore: dict[str, object], message
 def test_incomplete_or_conflicting_sections_are_refused() -> None:
     assert "restore requires a tiers section to restore from" in error_of({"restore": {}})
     assert "no tier is given; add host, ssd or remote" in error_of({"tiers": {}})
+    tiers = {"host": {"capacity": "1GiB"}, "layout": "layer_major"}
+    assert "remove tiers.layout, or the chunks section" in error_of({"tiers": tiers, "chunks": {}})
+    assert load({"tiers": tiers}).tiers is not None
 
 
 @pytest.mark.parametrize("device", [{"bytes_per_second": -5}, {"bytes_per_second": 0}, {}])
