@@ -47,10 +47,10 @@ class _Sizes:
 
 _QUICK = _Sizes(
     (*OTHERS, TIERS),
-    Memory(pool=2560, host=10_240),
-    SharedPrefixSizes(8, 2, system=512, question=64, answer=4, parallel=2, runs=1),
-    MultiturnSizes(clients=8, rounds=3, length=256, answer=8, parallel=3, runs=1),
-    HitRateSizes((0, 50, 100), prefixes=6, length=512),
+    Memory(pool=2048, host=8192),
+    SharedPrefixSizes(8, 2, system=384, question=64, answer=4, parallel=2, runs=1),
+    MultiturnSizes(clients=8, rounds=2, length=320, answer=8, parallel=2, runs=1),
+    HitRateSizes((0, 50, 100), prefixes=5, length=512),
     RulerSizes(2, 768, METHODS[-1:]),
 )
 _WHOLE = _Sizes(
@@ -71,10 +71,10 @@ class _Minutes(NamedTuple):
 
 
 _MINUTES: Mapping[str, _Minutes] = {
-    "shared-prefix": _Minutes(0.4, 2.5),
-    "multiturn": _Minutes(0.4, 3),
-    "hit-rate": _Minutes(0.7, 2.5),
-    _RULER: _Minutes(0.4, 5),
+    "shared-prefix": _Minutes(0.5, 3),
+    "multiturn": _Minutes(0.5, 3),
+    "hit-rate": _Minutes(0.4, 2.5),
+    _RULER: _Minutes(0.7, 4.5),
 }
 PARTS = tuple(_MINUTES)
 

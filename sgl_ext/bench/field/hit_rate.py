@@ -1,7 +1,8 @@
 """TTFT against the share of the prompt that was sent before, with more prefixes than fit a device.
 
-Every prompt of a share is sent before any of them is continued. Stock SGLang has therefore evicted
-what it could have found, and the others find it below the device.
+The prompts are sent one after another, then, for each share, prompts that begin as they do, in the
+same order. Stock SGLang has therefore evicted what it could have found, and the others find it
+below the device.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from sgl_ext.bench.field.systems import ratios, rotated
 from sgl_ext.bench.harness.report import Report, summary
@@ -30,7 +31,7 @@ class HitRateSizes:
 
     Attributes:
         percentages: shares of a prompt that were sent before, in per cent.
-        prefixes: different prompts of each share.
+        prefixes: number of different prompts.
         length: tokens of a prompt.
     """
 
@@ -39,34 +40,35 @@ class HitRateSizes:
     length: int
 
 
-class Pair(NamedTuple):
-    """Prompt that fills the cache, and a later one that begins as it does; token ids."""
+def prompts(count: int, length: int) -> list[list[int]]:
+    """Returns random prompts, in token ids."""
+    chance = random.Random("hit rate")  # noqa: S311
+    return [chance.choices(_TOKENS, k=length) for _ in range(count)]
 
-    before: list[int]
-    after: list[int]
 
+def continued(prompt: Sequence[int], percentage: int) -> list[int]:
+    """Returns a prompt of the same length of which exactly that percentage is that of ``prompt``.
 
-def pairs(percentage: int, count: int, length: int) -> list[Pair]:
-    """Returns random pairs of prompts, whose common prefix is a percentage of their length."""
-    chance = random.Random(f"hit rate/{percentage}")  # noqa: S311
-    common = length * percentage // 100
-    found = []
-    for _ in range(count):
-        before, other = (chance.choices(_TOKENS, k=length) for _ in range(2))
-        while common < length and other[common] == before[common]:
-            other[common] = chance.choice(_TOKENS)
-        found.append(Pair(before, before[:common] + other[common:]))
-    return found
+    The rest is random.
+    """
+    common = [*prompt[: len(prompt) * percentage // 100]]
+    chance = random.Random(f"{percentage}/{prompt}")  # noqa: S311
+    other = chance.choices(_TOKENS, k=len(prompt) - len(common))
+    while other and other[0] == prompt[len(common)]:
+        other[0] = chance.choice(_TOKENS)
+    return common + other
 
 
 def report_hit_rate(report: Report, servers: Sequence[Server], sizes: HitRateSizes) -> None:
     """Adds TTFT and cached share of each server and share."""
-    # From the highest to the lowest, so that memory is full of earlier prompts at 0 %.
-    order = sorted(sizes.percentages, reverse=True)
-    progress = Progress("shares of repeated tokens", len(order) * sizes.prefixes * 2)
-    found: dict[int, dict[str, list[Timing]]] = {}
-    for percentage in order:
-        found[percentage] = _sent(servers, sizes, percentage, progress)
+    before = prompts(sizes.prefixes, sizes.length)
+    progress = Progress("repeated prompts", (1 + len(sizes.percentages)) * sizes.prefixes)
+    _send(servers, before, progress)
+    # A share needs what the larger ones have used just before.
+    found = {
+        percentage: _send(servers, [continued(each, percentage) for each in before], progress)
+        for percentage in sorted(sizes.percentages, reverse=True)
+    }
     for percentage in sorted(found):
         medians: dict[str, float] = {}
         for name, timings in found[percentage].items():
@@ -84,21 +86,16 @@ def report_hit_rate(report: Report, servers: Sequence[Server], sizes: HitRateSiz
         report.figures |= ratios(f"hit_rate_{percentage}_ttft_p50", medians)
 
 
-def _sent(
-    servers: Sequence[Server], sizes: HitRateSizes, percentage: int, progress: Progress
+def _send(
+    servers: Sequence[Server], those: Sequence[Sequence[int]], progress: Progress
 ) -> dict[str, list[Timing]]:
-    """Returns the timings of the later prompts of a share, by system."""
+    """Sends each prompt to all servers in turn, and returns the timings by system."""
     from sgl_ext.bench.harness.load_generator import Request, run
 
     urls = {each.system.name: each.url for each in servers}
     timings: dict[str, list[Timing]] = {name: [] for name in urls}
-    prompts = pairs(percentage, sizes.prefixes, sizes.length)
-    for number, pair in enumerate(prompts):
+    for number, prompt in enumerate(those):
         for name in rotated([*urls], number):
-            run(urls[name], [Request(pair.before, 1)])
-        progress.step()
-    for number, pair in enumerate(prompts):
-        for name in rotated([*urls], number):
-            timings[name] += run(urls[name], [Request(pair.after, 1)])
+            timings[name] += run(urls[name], [Request(prompt, 1)])
         progress.step()
     return timings

@@ -27,7 +27,7 @@ from sgl_ext.serving.http import generate
 from sgl_ext.serving.server import Server
 
 METHODS = ("lego-16", "blend-15", DEFAULT)
-_ANSWER_TOKENS = 48
+_ANSWER_TOKENS = 40
 """Maximum tokens of an answer: four numbers of seven digits, each digit a token."""
 _SENTENCE_END = re.compile(r"(?<=[.?!])\s+")
 _WINDOW = 256
@@ -63,19 +63,22 @@ def report_ruler(
     """
     sentences = _SENTENCE_END.split(essays())
     contexts = Contexts(chunks.url, template)
-    progress = Progress("prompts of RULER's tasks", len(KINDS) * sizes.prompts)
+    progress = Progress("rounds of RULER's tasks", sizes.prompts)
     names = (STOCK, *sizes.methods)
-    every: dict[str, list[float]] = {name: [] for name in names}
+    scores = {kind: {name: list[float]() for name in names} for kind in KINDS}
+    for number in range(sizes.prompts):
+        prompts = {
+            kind: prompt_of(template, sentences, task(kind, number), length=sizes.length)
+            for kind in KINDS
+        }
+        found = _scores(stock, chunks, contexts, [*prompts.values()], sizes.methods)
+        for kind, each in zip(prompts, found, strict=True):
+            for name in names:
+                scores[kind][name].append(each[name])
+        progress.step()
     for kind in KINDS:
-        scores: dict[str, list[float]] = {name: [] for name in names}
-        for number in range(sizes.prompts):
-            prompt = prompt_of(template, sentences, task(kind, number), length=sizes.length)
-            for name, found in _scores(stock, chunks, contexts, prompt, sizes.methods).items():
-                scores[name].append(found)
-            progress.step()
-        _add_runs(report, kind, scores)
-        for name in names:
-            every[name] += scores[name]
+        _add_runs(report, kind, scores[kind])
+    every = {name: [each for kind in KINDS for each in scores[kind][name]] for name in names}
     _add_runs(report, "all", every)
     accuracy = {name: statistics.mean(each) for name, each in every.items()}
     for method in sizes.methods:
@@ -129,20 +132,26 @@ def prompt_of(
 
 
 def _scores(
-    stock: Server, chunks: Server, contexts: Contexts, prompt: Prompt, methods: Sequence[str]
-) -> Mapping[str, float]:
-    """Returns the score of each system for one prompt."""
-    asked: dict[str, tuple[str, str | list[int]]] = {STOCK: (stock.url, [*prompt.tokens])}
-    for method in methods:
-        asked[method] = (chunks.url, text_of(prompt, contexts.create(prompt, method)))
-
-    def found(request: tuple[str, str | list[int]]) -> float:
-        text, _ = generate(*request, _ANSWER_TOKENS)
-        return score(text, prompt.answers)
-
+    stock: Server,
+    chunks: Server,
+    contexts: Contexts,
+    prompts: Sequence[Prompt],
+    methods: Sequence[str],
+) -> list[dict[str, float]]:
+    """Returns the score of each system for each prompt."""
+    asked: list[tuple[int, str, str, str | list[int]]] = []
+    for number, prompt in enumerate(prompts):
+        asked.append((number, STOCK, stock.url, [*prompt.tokens]))
+        for method in methods:
+            text = text_of(prompt, contexts.create(prompt, method))
+            asked.append((number, method, chunks.url, text))
     # Answers that are decoded together take little longer than one.
     with nothing_missing(chunks.url), ThreadPoolExecutor(len(asked)) as threads:
-        return dict(zip(asked, threads.map(found, asked.values()), strict=True))
+        told = threads.map(lambda one: generate(one[2], one[3], _ANSWER_TOKENS), asked)
+        found: list[dict[str, float]] = [{} for _ in prompts]
+        for (number, name, _, _), (text, _) in zip(asked, told, strict=True):
+            found[number][name] = score(text, prompts[number].answers)
+    return found
 
 
 def _add_runs(report: Report, kind: str, scores: Mapping[str, Sequence[float]]) -> None:

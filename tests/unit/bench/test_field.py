@@ -19,7 +19,7 @@ import pytest
 
 from sgl_ext.bench.chunks.prompts import Template
 from sgl_ext.bench.field import bench
-from sgl_ext.bench.field.hit_rate import pairs
+from sgl_ext.bench.field.hit_rate import continued, prompts
 from sgl_ext.bench.field.multiturn import MultiturnSizes, replay, texts_of
 from sgl_ext.bench.field.rounds import Drawn, Rounds
 from sgl_ext.bench.field.ruler import prompt_of
@@ -167,16 +167,18 @@ def test_a_client_is_ready_only_after_its_answer() -> None:
         rounds.answered(0)
 
 
-@pytest.mark.parametrize("percentage", [0, 25, 50, 100])
-def test_prompts_of_a_pair_share_exactly_a_percentage(percentage: int) -> None:
-    made = pairs(percentage, 6, 64)
-    for before, after in made:
-        assert len(before) == len(after) == 64
-        same = [a == b for a, b in zip(before, after, strict=True)]
-        assert [*itertools.takewhile(bool, same)] == [True] * (64 * percentage // 100)
-    starts = {tuple(before[:8]) for before, _ in made}
-    assert len(starts) == 6
-    assert starts.isdisjoint(tuple(pair.before[:8]) for pair in pairs(75, 6, 64))
+@pytest.mark.parametrize("percentage", [0, 25, 50, 75, 100])
+def test_a_continued_prompt_repeats_exactly_a_percentage(percentage: int) -> None:
+    before = prompts(6, 64)
+    assert len({tuple(each[:8]) for each in before}) == 6
+    for prompt in before:
+        after = continued(prompt, percentage)
+        assert after == continued(prompt, percentage)
+        assert len(after) == len(prompt) == 64
+        same = [a == b for a, b in zip(prompt, after, strict=True)]
+        assert len([*itertools.takewhile(bool, same)]) == 64 * percentage // 100
+    rests = {tuple(continued(each, percentage)[-8:]) for each in before}
+    assert len(rests) == 6
 
 
 def test_ratios_compare_our_systems_with_stock_and_hicache() -> None:
