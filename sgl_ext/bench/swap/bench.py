@@ -5,8 +5,8 @@ running requests are preempted. Systems are compared in two settings: with host 
 where a copy takes little time compared with an iteration on a CPU, and behind a link that is slowed
 down until swapping a request takes as much of an iteration as on the paper's machine (FastSwitch).
 
-The parts ``speeds`` and ``sweeps`` serve the model's first layers only: they have many runs, of
-which only the ratios of times count.
+The parts ``speeds``, ``sweeps`` and ``long`` serve the model's first layers only: they have many
+or long runs, of which only the ratios of times count.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ _SMALL_SIZES = Sizes(
 # Each draw of the priorities costs a recomputation of as much as the device holds. Against stock
 # SGLang the device therefore holds more, and more conversations share it.
 _LARGE_SIZES = Sizes(96, 320, 2.0, 8192, "2GiB", 25, (*range(5),), (0, 1, 2))
+_LONG_SIZES = Sizes(32, 2048, 2.0, 8192, "768MiB", 50, (0, 1), (0, 1))
 _EXACT = (6, 300)
 """Conversations of the part ``exact``, in a quick run and in a whole one."""
 
@@ -98,6 +99,19 @@ def _speeds(offers: Offers) -> None:
             figures[f"{at}_same_half_width"] = max(same.high - 1, 1 - same.low)
 
 
+def _long(offers: Offers) -> None:
+    """Compares systems behind the link with conversations that are several times as long."""
+    runs = offers.offer("long", (PER_PAGE, OURS), offers.trace, HEAVY, linked=True)
+    figures = offers.report.figures
+    figures["long_throughput_ratio_vs_sync_swap"] = ratio(runs, OURS, PER_PAGE, throughput)
+    figures["long_p95_ttft_speedup_vs_sync_swap"] = ratio(runs, PER_PAGE, OURS, p95)
+    for rank in (99, 99.9):
+        figures[f"long_p{rank:g}_ttft_speedup_vs_sync_swap"] = of_all(runs, PER_PAGE, OURS, rank)
+    figures["long_tbt_p99.9_speedup_vs_sync_swap"] = ratio(
+        runs, PER_PAGE, OURS, lambda one: one.gap["p99.9"]
+    )
+
+
 def _native(offers: Offers) -> None:
     """Measures systems with host memory as it is."""
     # Stock SGLang has no priority traces, so the comparison is with its recomputation, for
@@ -123,7 +137,8 @@ _Part = Callable[[Offers], None]
 _SMALL: Mapping[str, _Part] = {"link": _link, "static": _static}
 _LARGE: Mapping[str, _Part] = {"native": _native}
 _SHORT: Mapping[str, _Part] = {"speeds": _speeds, "sweeps": report_sweeps}
-PARTS = (*_SMALL, *_LARGE, *_SHORT, "exact")
+_LONG: Mapping[str, _Part] = {"long": _long}
+PARTS = (*_SMALL, *_LARGE, *_SHORT, *_LONG, "exact")
 
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
@@ -136,6 +151,7 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
         ("small", _SMALL, small, None),
         ("large", _LARGE, large, None),
         ("short", _SHORT, small, _SHORT_LAYERS),
+        ("long", _LONG, _QUICK if quick else _LONG_SIZES, _SHORT_LAYERS),
     ):
         if chosen := [measure for part, measure in of.items() if part in parts]:
             served = model if layers is None else shortened(SMOLLM2, layers)

@@ -154,6 +154,7 @@ def test_missing_fio_is_reported_before_any_measurement(
     for part in (
         memory_bench.memory_attention,
         memory_bench.memory_transfer,
+        memory_bench.memory_granularity,
     ):
         monkeypatch.setattr(part, "measure", measure)
     monkeypatch.setenv("PATH", str(tmp_path))
