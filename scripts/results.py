@@ -657,6 +657,36 @@ TABLES: dict[str, Table] = {
             for batch in (1, 4, 8)
         ],
     ),
+    "clusters-selections": Table(
+        "clusters-selections",
+        "entries that share a block",
+        {
+            "16 consecutive tokens": {"system": "pages"},
+            "consecutive tokens, of our size": {"system": "position"},
+            "none": {"system": "entry"},
+            "similar ones (ours)": {"system": "ours"},
+        },
+        [
+            *(
+                Column(
+                    f"KL, {title}", "kl", form(3),
+                    {"what": "selections, answers", "sparsity": share},
+                )
+                for title, share in (("a twentieth", 0.05), ("a tenth", 0.1), ("a quarter", 0.25))
+            ),
+            tenth := Column(
+                "read for a token", "read_bytes", form(2, " MB", 1e-6),
+                {"what": "selections", "sparsity": 0.1, "batch": 1},
+            ),
+            tenth._replace(title="tokens/s of 1", key="tokens_per_s", form=form(1)),
+            tenth._replace(
+                title="of 8", key="tokens_per_s", form=form(1), match={**tenth.match, "batch": 8}
+            ),
+            tenth._replace(
+                title="TTFT of 8", key="ttft_ms_p50", form=MS, match={**tenth.match, "batch": 8}
+            ),
+        ],
+    ),
     "together": Table(
         "together",
         "TTFT of a mixed trace",
