@@ -22,6 +22,7 @@ BENCHES = {
     "chunks": "chunks.bench",
     "chunks_answers": "chunks.answers",
     "clusters": "clusters.bench",
+    "demo": "demo",
     "exactness": "exactness.bench",
     "field": "field.bench",
     "memory": "memory.bench",

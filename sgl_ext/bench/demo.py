@@ -1,0 +1,61 @@
+"""Times that ``sgl-ext demo`` shows for each power: medians of several runs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from sgl_ext.bench.harness.partial import Partial
+from sgl_ext.bench.harness.report import Report, summary
+from sgl_ext.demo.powers import DEMOS
+from sgl_ext.models import SMOLLM2
+from sgl_ext.progress import Progress
+
+PARTS = (*DEMOS,)
+
+Times = Sequence[tuple[str, float]]
+"""Titles and seconds of the columns of a demonstration that have a time."""
+
+
+def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
+    config = {"quick": quick, "model": SMOLLM2.name}
+    report = Report("demo", config)
+    rounds = 1 if quick else 3
+    kept = Partial(out, "demo", config, quick=quick)
+    progress = Progress("demonstrations", rounds * len(parts))
+    found: dict[str, list[Times]] = {part: [] for part in parts}
+    for number in range(rounds):
+        for part in parts:
+            found[part].append(kept.find(f"{part}/{number}", partial(times_of, part)))
+            progress.step()
+    add_times(report, found)
+    kept.forget()
+    return report
+
+
+def times_of(power: str) -> Times:
+    """Returns the times of one run of a demonstration."""
+    return [(each.title, each.seconds) for each in DEMOS[power]() if each.seconds is not None]
+
+
+def add_times(report: Report, found: Mapping[str, Sequence[Times]]) -> None:
+    """Adds a run for each column, and by how much each column is faster than the first one.
+
+    Args:
+        found: by power, the times of each round.
+    """
+    for power, rounds in found.items():
+        columns = {title: [dict(times)[title] for times in rounds] for title, _ in rounds[0]}
+        first = next(iter(columns.values()))
+        for number, (title, seconds) in enumerate(columns.items()):
+            report.runs.append(
+                {"what": "demo", "system": power, "column": number, "title": title,
+                 "rounds": len(seconds), "low_s": min(seconds), "high_s": max(seconds),
+                 **summary(seconds, "seconds")}
+            )  # fmt: skip
+            if number:
+                report.figures[f"demo_{power}_{number}_speedup"] = statistics.median(
+                    before / after for before, after in zip(first, seconds, strict=True)
+                )
