@@ -471,6 +471,30 @@ TABLES: dict[str, Table] = {
             )
         ],
     ),
+    "swap-groups": Table(
+        "memory-groups",
+        "size of a new group",
+        {f"{size:,} tokens": {"first_group": size} for size in (64, 250, 1000, 3000)},
+        [
+            Column(f"{way}, drawn every {every} iterations", key, form(1), {"every": every})
+            for every in (100, 50, 25)
+            for way, key in (("out", "out"), ("back in", "back"))
+        ],
+    ),
+    "swap-long": Table(
+        "swap-long",
+        "conversations of up to 2,048 tokens",
+        systems("per page, waiting", "ours"),
+        [
+            Column(title, key, shown, {"what": "long"})
+            for title, key, shown in (
+                ("TTFT, p50", "ttft_p50_s", S), ("p95", "ttft_p95_s", S),
+                ("p99 of all turns", "ttft_p99_of_all_s", S), ("tokens/s", "tokens_per_s", form(0)),
+                ("between tokens, p99.9", "tbt_p99.9_ms", MS),
+                ("pages copied per swap-out", "pages_out_each", form(0)),
+            )
+        ],
+    ),
     "peer-arrivals": Table(
         "peer-arrivals",
         "256 new tokens behind 20,000",

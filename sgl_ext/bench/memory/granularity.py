@@ -214,7 +214,7 @@ def measure(report: Report, *, quick: bool) -> None:
         found[every, first_group] = statistics.mean(out_of)
         run = {
             "what": "granularity", "every": every, "first_group": first_group,
-            "seeds": len(seeds), "turns": len(turns),
+            "seeds": len(seeds), "turns": len(turns), "pool": _BLOCKS,
             "blocks_out": statistics.mean(each.out.blocks for each in of),
             "out": statistics.mean(out_of), "out_low": min(out_of), "out_high": max(out_of),
             "back": statistics.mean(back), "back_low": min(back), "back_high": max(back),

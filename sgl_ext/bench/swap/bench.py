@@ -145,13 +145,15 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
     small, large = (_QUICK, _QUICK) if quick else (_SMALL_SIZES, _LARGE_SIZES)
     model = prepare(SMOLLM2)
     config = {"quick": quick, "page": PAGE}
-    report = Report("swap", config | {"small": asdict(small), "large": asdict(large)})
+    long = _QUICK if quick else _LONG_SIZES
+    of_parts = {"small": asdict(small), "large": asdict(large), "long": asdict(long)}
+    report = Report("swap", config | of_parts)
     complete = []
     for name, of, sizes, layers in (
         ("small", _SMALL, small, None),
         ("large", _LARGE, large, None),
         ("short", _SHORT, small, _SHORT_LAYERS),
-        ("long", _LONG, _QUICK if quick else _LONG_SIZES, _SHORT_LAYERS),
+        ("long", _LONG, long, _SHORT_LAYERS),
     ):
         if chosen := [measure for part, measure in of.items() if part in parts]:
             served = model if layers is None else shortened(SMOLLM2, layers)
