@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from statistics import median
@@ -58,6 +58,19 @@ class _Passage:
     reply: Reply
     logprobs: list[float]
     """Log-probabilities of the passage's tokens where a prompt repeats it."""
+
+
+def not_loaded(info: Mapping[str, Any], tier: str) -> str:
+    """Returns why no KV was loaded from a tier, as far as the server's ``/server_info`` tells."""
+    states = info["internal_states"][0].get("sgl_ext", {}).get("tiers", {})
+    held = states.get(tier, {}).get("capacity_pages", 0) * int(info.get("page_size", 1))
+    pool = int(info["max_total_num_tokens"])
+    if not 0 < held < pool:
+        return "no KV was loaded from it"
+    return (
+        f"it holds {held:,} tokens, and what filled the device pool of {pool:,} tokens replaced "
+        "the passages; a larger capacity or a smaller --max-total-tokens lets it be verified"
+    )
 
 
 class Verification:
@@ -237,7 +250,7 @@ class Verification:
         """Yields what this verification cannot tell."""
         for tier in self._config.get("tiers", {}).keys() & {"host", "ssd", "remote"}:
             if not self._seen[tier]:
-                yield Line(tier, "note", "not verified: no KV was loaded from it")
+                yield Line(tier, "note", f"not verified: {not_loaded(self._info, tier)}")
         for power, what in (
             ("restore", "no prefix was restored"),
             ("swap", "no request was preempted"),

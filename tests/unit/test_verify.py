@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from sgl_ext.verify.compare import WINDOW, Reply, bounds, difference, diverges_at
+from sgl_ext.verify.steps import not_loaded
 
 
 def reply(*tokens: int, likeliest: tuple[Mapping[int, float], ...] = ()) -> Reply:
@@ -52,3 +53,20 @@ def test_tokens_that_are_equally_likely_do_not_diverge() -> None:
     assert diverges_at(one, reply(5, 9, 8, likeliest=likeliest), 0.05) == 1
     assert diverges_at(one, reply(5, 6, 8), 0.05) is None
     assert diverges_at(one, reply(5, 6), 0.05) == 2
+
+
+@pytest.mark.parametrize(
+    ("pages", "pool", "found"),
+    [
+        (2880, 65_536, "it holds 46,080 tokens, and what filled the device pool of 65,536 tokens"),
+        (2880, 46_080, "no KV was loaded from it"),
+        (None, 65_536, "no KV was loaded from it"),
+    ],
+)
+def test_a_tier_smaller_than_the_device_pool_is_named(
+    pages: int | None, pool: int, found: str
+) -> None:
+    tiers = {} if pages is None else {"host": {"capacity_pages": pages}}
+    state = {"sgl_ext": {"tiers": tiers}}
+    info = {"internal_states": [state], "page_size": 16, "max_total_num_tokens": pool}
+    assert not_loaded(info, "host").startswith(found)
