@@ -291,6 +291,16 @@ TABLES: dict[str, Table] = {
             needle._replace(title="to", key="high"),
         ],
     ),
+    "chunks-answers-needles": Table(
+        "chunks_answers-needles",
+        "needles, a larger model",
+        systems("full", "blend-15", "lego-16", LINKED),
+        [
+            Column("found", "found", PERCENT, {"what": "answers"}),
+            Column("F1", "f1", form(2), {"what": "answers"}),
+            Column("computed", "cost", PERCENT, {"what": "answers"}),
+        ],
+    ),
     "chunks-creation": Table(
         "chunks-creation",
         "900 tokens",
