@@ -4,7 +4,8 @@ A server records keys and queries of real texts. The part ``mass`` calculates fr
 of the attention that a selection covers, and the part ``heads`` that of a selection for each KV
 head. In the parts ``answers``, ``continuing``, ``joined`` and ``serving``, servers follow stored
 contexts; in the part ``storing``, they store one. The part ``against`` compares a stored context
-with dense attention, and the part ``selections`` one that is stored with other blocks.
+with dense attention, and the part ``selections`` one that is stored with other blocks. The part
+``quality`` has answers to questions over stored contexts.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sgl_ext.bench.chunks.prompts import Template
 from sgl_ext.bench.clusters.against import report_against
 from sgl_ext.bench.clusters.answers import report_answers
 from sgl_ext.bench.clusters.continuing import report_continuing
 from sgl_ext.bench.clusters.heads import report_heads
 from sgl_ext.bench.clusters.joined import report_joined
 from sgl_ext.bench.clusters.mass import report_mass
+from sgl_ext.bench.clusters.quality import QualitySizes, report_quality
 from sgl_ext.bench.clusters.samples import Observed, samples, stored_system
 from sgl_ext.bench.clusters.selections import report_selections
 from sgl_ext.bench.clusters.serving import report_serving
@@ -33,7 +36,7 @@ from sgl_ext.serving import server
 
 PARTS = (
     "mass", "heads", "answers", "continuing", "joined", "serving", "storing", "against",
-    "selections",
+    "selections", "quality",
 )  # fmt: skip
 _DEVICES = 4
 _BY_HEAD = 2
@@ -59,12 +62,14 @@ class _Sizes:
     """Number of times that it is stored."""
     batches: Sequence[int]
     """Numbers of requests at once of the parts ``against`` and ``selections``."""
+    quality: QualitySizes
 
 
-_QUICK = _Sizes((2048,), 100, 8192, (0.1,), 2, 2000, 1, (1, 4))
+_QUICK = _Sizes((2048,), 100, 8192, (0.1,), 2, 2000, 1, (1, 4), QualitySizes(2, (1024,), 3))
 _WHOLE = _Sizes(
-    (4096, 5120, 6144, 6656, 4608), 301, 20_000, (0.1, 0.2, 1.0), 10, 7000, 3, (1, 4, 8)
-)
+    (4096, 5120, 6144, 6656, 4608), 301, 20_000, (0.1, 0.2, 1.0), 10, 7000, 3, (1, 4, 8),
+    QualitySizes(24, (2048, 4096), 48),
+)  # fmt: skip
 
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
@@ -75,7 +80,7 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
     partial = Partial(out, "clusters", config, quick=quick)
     read = samples(model, sizes.contexts, sizes.unseen)
     observed: list[Observed] = []
-    if {"mass", "heads", "answers", "continuing", "joined"} & {*parts}:
+    if {"mass", "heads", "answers", "continuing", "joined", "quality"} & {*parts}:
         with _server(model, sizes.pool, out) as running:
             if "mass" in parts or "heads" in parts:
                 few = read if "mass" in parts else read[:_BY_HEAD]
@@ -86,6 +91,8 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
                 report_continuing(report, running.url, read[:_CONTINUED], partial)
             if "joined" in parts:
                 report_joined(report, running.url, read[:_JOINED], partial)
+            if "quality" in parts:
+                report_quality(report, running.url, _template(model), sizes.quality, partial)
     if "serving" in parts:
         _find(
             report, partial, "serving",
@@ -131,6 +138,12 @@ def _find(report: Report, partial: Partial, name: str, measure: Callable[[Report
     kept = partial.find(name, found)
     report.runs += kept["runs"]
     report.figures |= kept["figures"]
+
+
+def _template(model: Path) -> Template:
+    from transformers import AutoTokenizer
+
+    return Template(AutoTokenizer.from_pretrained(model))
 
 
 @contextmanager
