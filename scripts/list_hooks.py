@@ -22,7 +22,8 @@ Written by `scripts/list_hooks.py` from the tuples named `HOOKS` and `LAUNCHER_H
 it. Targets are relative to `sglang.srt`, functions to `sgl_ext.engine`. The last column says why
 none of SGLang's extension points serves. All hooks are verified at start. On the CPU platform, a
 model's process also has the hooks on changes of weights without `--enable-ext`. The programs of
-SGLang's frontend get one more hook, when they import `sgl_ext.engine.chunks.frontend`.
+SGLang's frontend get one more hook, when they import `sgl_ext.engine.chunks.frontend`. The table is
+that of the newest supported release; `core/releases.py` names the hooks of older ones.
 """
 
 

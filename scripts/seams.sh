@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compares another SGLang release with the supported one: which hooked functions and which members of
+# Compares another SGLang release with the installed one: which hooked functions and which members of
 # its classes still hold, and what moved. Nothing is installed: the release is unpacked and read.
 #
 #   scripts/seams.sh 0.5.22          # a version on the package index

@@ -7,5 +7,5 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
-SUPPORTED_SGLANG = "0.5.23"
-"""The only supported SGLang release: every hook and seam of this package is written for it."""
+SUPPORTED_SGLANG = ("0.5.22", "0.5.23")
+"""Supported SGLang releases, the newest one last: all hooks and seams hold in each of them."""

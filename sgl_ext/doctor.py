@@ -75,8 +75,8 @@ def _torch() -> Check:
 
 def _sglang() -> Check:
     found = installed_sglang()
-    if found != SUPPORTED_SGLANG:
-        return Check("SGLang", "fail", found, f"install sglang=={SUPPORTED_SGLANG}")
+    if found not in SUPPORTED_SGLANG:
+        return Check("SGLang", "fail", found, f"install sglang=={SUPPORTED_SGLANG[-1]}")
     return Check("SGLang", "ok", found)
 
 

@@ -51,7 +51,7 @@ SaltOption = Annotated[
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"sgl_ext {__version__} for SGLang {SUPPORTED_SGLANG}")
+        print(f"sgl_ext {__version__} for SGLang {' and '.join(SUPPORTED_SGLANG)}")
         raise typer.Exit
 
 
@@ -61,7 +61,7 @@ def _options(
         bool,
         typer.Option(
             "--version", callback=_version, is_eager=True,
-            help="Print the versions of sgl_ext and of the SGLang release that it supports.",
+            help="Print the versions of sgl_ext and of the SGLang releases that it supports.",
         ),
     ] = False,
 ) -> None:  # fmt: skip

@@ -14,6 +14,7 @@ import requests
 from conftest import POOL, ROOT
 
 from sgl_ext.bench.data.texts import sharegpt_prompts
+from sgl_ext.engine.core.hooks import installed_sglang
 from sgl_ext.engine.cpu.platform import computes_bfloat16
 from sgl_ext.serving.server import Server, System, serve
 
@@ -30,7 +31,7 @@ def test_the_curl_command_of_the_log_returns_an_answer(extension: Server) -> Non
 def test_the_log_has_one_activation_line(extension: Server) -> None:
     lines = re.findall(r"sgl_ext 0\.1\.0 active on .*", extension.log.read_text())
     assert lines == [
-        "sgl_ext 0.1.0 active on SGLang 0.5.23, platform NativeCpuPlatform: "
+        f"sgl_ext 0.1.0 active on SGLang {installed_sglang()}, platform NativeCpuPlatform: "
         "block-major KV, 16385 blocks of 1 token; "
         "sections on: none; off: tiers, chunks, restore, swap, peer, clusters"
     ]

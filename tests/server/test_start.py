@@ -30,7 +30,7 @@ ONE_OF_EACH = [module.HOOKS[0].target for module in (server_args, launcher, sche
 
 def test_unsupported_sglang_version_is_refused(launch: Launch) -> None:
     message = refusal(launch("--enable-ext", sabotage=["version", "0.5.24"]))
-    assert "works with SGLang 0.5.23, found 0.5.24" in message
+    assert "works with SGLang 0.5.22 and 0.5.23, found 0.5.24" in message
     assert "install sglang==0.5.23" in message
 
 

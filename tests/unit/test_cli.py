@@ -66,7 +66,7 @@ def test_starters_refuse_directories_that_they_cannot_use(tmp_path: Path) -> Non
 
 
 def test_version_is_an_option() -> None:
-    assert SUPPORTED_SGLANG in run("--version").stdout
+    assert f"SGLang {' and '.join(SUPPORTED_SGLANG)}\n" in run("--version").stdout
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -9,6 +9,7 @@ import tomllib
 from conftest import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 from skips import ALLOWED, unexpected
 
 import sgl_ext
@@ -24,8 +25,10 @@ LOCK = {
 
 def test_versions_agree() -> None:
     assert PROJECT["version"] == sgl_ext.__version__
-    assert LOCK["sglang"] == sgl_ext.SUPPORTED_SGLANG
-    assert PROJECT["optional-dependencies"]["cuda"] == [f"sglang=={sgl_ext.SUPPORTED_SGLANG}"]
+    newest = sgl_ext.SUPPORTED_SGLANG[-1]
+    assert newest == max(sgl_ext.SUPPORTED_SGLANG, key=Version)
+    assert LOCK["sglang"] == newest
+    assert PROJECT["optional-dependencies"]["cuda"] == [f"sglang=={newest}"]
 
 
 def test_locked_versions_satisfy_the_requirements() -> None:

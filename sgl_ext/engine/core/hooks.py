@@ -81,12 +81,12 @@ def installed_sglang() -> str:
 
 
 def require_supported_sglang() -> None:
-    """Raises ActivationError unless SGLang has the version that this package supports."""
+    """Raises ActivationError unless SGLang has a version that this package supports."""
     found = installed_sglang()
-    if found != SUPPORTED_SGLANG:
+    if found not in SUPPORTED_SGLANG:
         raise ActivationError(
-            f"sgl_ext {__version__} works with SGLang {SUPPORTED_SGLANG}, found {found}; "
-            f"install sglang=={SUPPORTED_SGLANG} or start without --enable-ext"
+            f"sgl_ext {__version__} works with SGLang {' and '.join(SUPPORTED_SGLANG)}, "
+            f"found {found}; install sglang=={SUPPORTED_SGLANG[-1]} or start without --enable-ext"
         )
 
 
@@ -183,7 +183,7 @@ def verify(hooks: Iterable[Hook], seams: Iterable[Seam] = ()) -> None:
     if missing:
         raise ActivationError(
             f"SGLang {installed_sglang()} lacks functions that sgl_ext {__version__} requires: "
-            f"{', '.join(missing)}; install an unmodified sglang=={SUPPORTED_SGLANG} or start "
+            f"{', '.join(missing)}; install an unmodified sglang=={SUPPORTED_SGLANG[-1]} or start "
             "without --enable-ext"
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from http import HTTPStatus
 
+from sgl_ext.engine.core.releases import send_abort
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
 
 
@@ -72,9 +73,7 @@ def refuse_waiting(scheduler: Scheduler, req: Req, message: str) -> None:
         "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
         "message": message,
     }
-    scheduler.send_abort_output(
-        AbortReq(rid=req.rid, abort_message=message, finished_reason=reason), req
-    )
+    send_abort(scheduler, AbortReq(rid=req.rid, abort_message=message, finished_reason=reason), req)
 
 
 def precedence(req: Req) -> int:

@@ -407,10 +407,9 @@ class Scheduler(Protocol):
     max_req_input_len: int
     max_total_num_tokens: int
     metrics_collector: Any | None
+    ipc_channels: Any
 
     def collect_inflight_reqs(self) -> Iterable[Req]: ...
-
-    def send_abort_output(self, abort: object, request: object) -> None: ...
 
     def _add_request_to_queue(self, req: Req, *, is_retracted: bool) -> None: ...
 
@@ -506,7 +505,6 @@ class ServerArgs(Protocol):
     enable_priority_scheduling: bool
     disable_priority_preemption: bool
     schedule_low_priority_values_first: bool
-    enable_http_worker_reuseport: bool
     cuda_graph_config: Any
     enable_torch_compile: bool
     enable_two_batch_overlap: bool

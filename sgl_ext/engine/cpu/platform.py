@@ -40,8 +40,8 @@ def accelerator_name() -> str | None:
 
 def reason_inactive() -> str | None:
     """Returns why SGLang should not use the platform in this process; None if it should."""
-    if (found := hooks.installed_sglang()) != SUPPORTED_SGLANG:
-        return f"it requires SGLang {SUPPORTED_SGLANG}, found {found}"
+    if (found := hooks.installed_sglang()) not in SUPPORTED_SGLANG:
+        return f"it requires SGLang {' or '.join(SUPPORTED_SGLANG)}, found {found}"
     if os.environ.get("SGLANG_PLATFORM"):
         # SGLang loads only the entry point that is named there, so it must be this one.
         return None

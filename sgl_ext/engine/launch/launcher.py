@@ -109,8 +109,7 @@ def _launch_server(
     """Checks the port before a model is loaded, and prints an example when the server is ready."""
     if carried_by(server_args) is None:
         return original(server_args, *args, **kwargs)
-    if not server_args.enable_http_worker_reuseport:
-        _require_free_port(server_args.host or "127.0.0.1", server_args.port)
+    _require_free_port(server_args.host or "127.0.0.1", server_args.port)
     theirs = kwargs.pop("launch_callback", None)
 
     def greet() -> None:

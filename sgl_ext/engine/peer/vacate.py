@@ -97,7 +97,8 @@ def retract(scheduler: Scheduler, running: ScheduleBatch, start: int, end: int) 
         The requests, to be queued again when the next step has been planned. The last step's result
         may still come, and is ignored as long as they are not queued.
     """
-    reqs = [*running.reqs, *filter(None, [scheduler.chunked_req])]
+    # A batch may still have requests that have finished, whose rows are freed.
+    reqs = [*filter(retractable, running.reqs), *filter(None, [scheduler.chunked_req])]
     held = any_within([slots_of(scheduler, req) for req in reqs], start, end)
     holders = {id(req) for req, holds in zip(reqs, held, strict=True) if holds}
     return _retract(scheduler, running, lambda req: id(req) in holders)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sgl_ext.engine.core.releases import forward_context
 from sgl_ext.engine.core.sglang_types import ForwardBatch, ModelRunner
 
 
@@ -52,7 +53,7 @@ def compute(runner: ModelRunner, batch: ForwardBatch, inputs: torch.Tensor | Non
             which computes them from the token ids.
     """
     from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
-    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+    from sglang.srt.model_executor.forward_context import ForwardContext
 
     proxies: Any = None
     if inputs is not None:
@@ -60,5 +61,5 @@ def compute(runner: ModelRunner, batch: ForwardBatch, inputs: torch.Tensor | Non
         proxies = PPProxyTensors({"hidden_states": inputs, "residual": torch.zeros_like(inputs)})
     backend = runner.attn_backend
     backend.init_forward_metadata(batch)
-    with forward_context(ForwardContext(attn_backend=backend), forward_batch=batch):
+    with forward_context(ForwardContext(attn_backend=backend), batch):
         runner.model.model(batch.input_ids, batch.positions, batch, pp_proxy_tensors=proxies)

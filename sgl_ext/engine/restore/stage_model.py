@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sgl_ext.engine.core.releases import forward_context
 from sgl_ext.engine.restore.prompt_forward import extend_batch
 from sgl_ext.memory.slab import Layout
 from sgl_ext.tiers.arena import Pages
@@ -93,7 +94,7 @@ class StageModel:
             The inputs of the next stage's first layer, float32 ``[tokens, hidden]``.
         """
         from sglang.srt.layers.layer_boundary.residual import batch as residual
-        from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+        from sglang.srt.model_executor.forward_context import ForwardContext
 
         given = torch.from_numpy(inputs)
         known = given.dtype == torch.int64
@@ -103,7 +104,7 @@ class StageModel:
         backend = self._runner.attn_backend
         backend.init_forward_metadata(batch)
         hidden = self._model.embed_tokens(ids) if known else given
-        with forward_context(ForwardContext(attn_backend=backend), forward_batch=batch):
+        with forward_context(ForwardContext(attn_backend=backend), batch):
             residual.start(batch)
             for layer in self._model.layers:
                 hidden = layer(batch.positions, hidden, batch)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import lcm
 from typing import Any
 
@@ -20,32 +22,38 @@ PARKED = "_sgl_ext_parked"
 would count it as part of a batch of other prompts, so that none may be admitted."""
 
 
-def _charge(original: Original, adder: PrefillAdder, req: Req, prefix: int) -> int:
-    """Subtracts the tokens that a plan does not compute from SGLang's charge for a prefill."""
-    charge = original(adder, req, prefix)
-    plan = _plan_of(req)
-    end = len(req.full_untruncated_fill_ids)
-    return charge if plan is None else charge - (end - prefix - plan.computed(prefix, end))
-
-
-def _log(
-    _result: None,
-    adder: PrefillAdder,
-    _prefix: int,
-    _length: int,
-    _answer: int,
-    retracted: bool,
-    *,
-    replay_len: int = 0,
-    **_kw: object,
+def _charge(
+    _result: None, adder: PrefillAdder, req: Req, admission: Any, *_reserve: object
 ) -> None:
-    """Logs the tokens that :func:`_charge` subtracted as cached, and not as SGLang's replay."""
-    if (credit := -replay_len) > 0:
-        adder.log_replay_tokens += credit
-        _log_cached(adder, credit, retracted)
+    """Returns the tokens of an admitted part that no forward computes to the budgets."""
+    if (plan := _plan_of(req)) is None:
+        return
+    prefix = admission.prefix_len
+    credit = _credit(plan, prefix, prefix + admission.extend_len)
+    if adder.rem_chunk_tokens is not None:
+        adder.rem_chunk_tokens += credit
+    adder.rem_input_tokens += credit
+    _log(adder, credit, req.retracted_stain)
 
 
-def _log_cached(adder: PrefillAdder, tokens: int, retracted: bool) -> None:
+def _credit(plan: PrefillPlan, start: int, end: int) -> int:
+    """Returns the number of the tokens ``start .. end - 1`` that no forward computes."""
+    return end - start - plan.computed(start, end)
+
+
+@contextmanager
+def _more(adder: PrefillAdder, credit: int) -> Iterator[None]:
+    """Raises the budget of computed tokens by ``credit`` while SGLang selects an admission."""
+    budget = adder.rem_chunk_tokens
+    if budget is not None:
+        adder.rem_chunk_tokens = budget + credit
+    try:
+        yield
+    finally:
+        adder.rem_chunk_tokens = budget
+
+
+def _log(adder: PrefillAdder, tokens: int, retracted: bool) -> None:
     """Moves tokens that no forward computes from SGLang's logged new tokens to the cached ones."""
     adder.log_input_tokens -= tokens
     adder.log_hit_tokens += tokens
@@ -64,7 +72,14 @@ def _select(original: Original, adder: PrefillAdder, req: Req, **kw: Any) -> obj
         # SGLang assumes that a prompt that was cut has used up the budget: it has reserved no
         # memory for the rest of the prompt, and continues one such prompt only.
         return AddReqResult.OTHER
-    admission = original(adder, req, **kw)
+    if plan is None:
+        admission = original(adder, req, **kw)
+    elif adder.rem_chunk_tokens is not None and adder.rem_chunk_tokens <= 0:
+        return AddReqResult.OTHER  # SGLang 0.5.22 asks even if the budget is spent
+    else:
+        prefix = req.prefix_len + kw["host_hit_length"]
+        with _more(adder, _credit(plan, prefix, len(req.full_untruncated_fill_ids))):
+            admission = original(adder, req, **kw)
     if isinstance(admission, AddReqResult):
         return admission
     end = admission.prefix_len + admission.extend_len
@@ -80,10 +95,7 @@ def _select(original: Original, adder: PrefillAdder, req: Req, **kw: Any) -> obj
     length = _part(plan, prefix, most, adder.rem_chunk_tokens, whole, later=later)
     if length <= 0:
         return AddReqResult.OTHER
-    replay = plan.computed(prefix, prefix + length) - length
-    return dataclasses.replace(
-        admission, extend_len=length, replay_len=replay, is_chunked=True, max_new_tokens=0
-    )
+    return dataclasses.replace(admission, extend_len=length, is_chunked=True, max_new_tokens=0)
 
 
 def _continue(original: Original, adder: PrefillAdder, req: Req) -> object:
@@ -123,7 +135,7 @@ def _continue(original: Original, adder: PrefillAdder, req: Req) -> object:
             power.continued(req)
         filled = req.extend_len - plan.computed(prefix, prefix + req.extend_len)
         credit -= filled
-        _log_cached(adder, filled, req.retracted_stain)
+        _log(adder, filled, req.retracted_stain)
         if result is req:
             reserve_rest(adder, req)
     adder.rem_chunk_tokens -= credit  # the unused part of the credit
@@ -200,16 +212,10 @@ def _plan_of(req: Req) -> PrefillPlan | None:
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 HOOKS = (
     hooks.Hook(
-        f"{_ADDER}._replay_len",
-        "around",
+        f"{_ADDER}._commit_prefill_admission",
+        "after",
         _charge,
         "SGLang charges its budget of computed tokens for every token after the prefix",
-    ),
-    hooks.Hook(
-        f"{_ADDER}._update_prefill_budget",
-        "after",
-        _log,
-        "SGLang logs what a budget is charged in addition to the extend as recomputed tokens",
     ),
     hooks.Hook(
         f"{_ADDER}._select_prefill_admission",

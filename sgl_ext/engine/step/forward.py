@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.hooks import Original
+from sgl_ext.engine.core.releases import forward_context
 from sgl_ext.engine.core.runtime import ExtRuntime
 from sgl_ext.engine.core.sglang_types import ForwardBatch, ModelRunner
 from sgl_ext.engine.kv.indices import on_host
@@ -103,17 +104,14 @@ class PlannedForward:
         Yields:
             The ``ForwardBatch`` of ``after``, for calls of the model's layers inside the block.
         """
-        from sglang.srt.model_executor.forward_context import (
-            forward_context,
-            get_forward_context,
-        )
+        from sglang.srt.model_executor.forward_context import get_forward_context
 
         second = rows.handed_over(self.batch, before, after, first)
         self.ext.split = rows.split_of(self.batch, after)
         for power in self.ext.outside_in:
             power.cut_over(second)
         self.runner.attn_backend.init_forward_metadata(second)
-        with forward_context(get_forward_context(), forward_batch=second):
+        with forward_context(get_forward_context(), second):
             yield second
 
 

@@ -188,16 +188,20 @@ def handed_over(
         before: rows of these layers, ``rows`` among them.
         first: the ``ForwardBatch`` of ``before``, after these layers.
     """
-    from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
+    from sglang.srt.layers.layer_boundary.residual.add_norm import PLAIN_ADD
+    from sglang.srt.layers.layer_boundary.residual.batch import to_pp
+    from sglang.srt.layers.layer_boundary.residual.stream import ResidualStream
 
     place = torch.empty(sum(batch.extend_seq_lens_cpu), dtype=torch.int64)
     place[tokens_of(batch, before)] = torch.arange(len(first.input_ids))
     kept = upload(place[tokens_of(batch, rows)], first.input_ids.device)
     second = split(batch, rows)
-    handoff = residual_batch.export_replay_handoff(first.hidden_states, first)
-    residual = None if handoff.residual is None else handoff.residual[kept]
-    handoff = handoff._replace(value=handoff.value[kept], residual=residual)
-    second.hidden_states = residual_batch.import_replay_handoff(handoff, second)
+    # As between two stages of a pipeline: the next layer adds the residual to the output.
+    passed = to_pp(first.hidden_states, first).tensors
+    passed = {name: tensor[kept] for name, tensor in passed.items()}
+    second.hidden_states, second.residual_stream = ResidualStream.from_handoff(
+        passed["hidden_states"], passed.get("residual"), PLAIN_ADD
+    )
     return second
 
 

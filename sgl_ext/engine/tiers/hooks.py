@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.hooks import Original
+from sgl_ext.engine.core.releases import linker_hooks
 from sgl_ext.engine.core.sglang_types import LinkerWrapper, Node, Req, Scheduler
+
+LINKER = {"linker": "TierLinker", "linker_module_path": "sgl_ext.engine.tiers.linker"}
+"""Class that SGLang creates as its external cache."""
 
 _IDLE_S = 0.001
 """Longest sleep of an idle scheduler while I/O is in progress, in seconds."""
@@ -79,4 +83,5 @@ HOOKS = (
         _stay_awake,
         "SGLang's loop sleeps until the next request, which then waits for the end of stores",
     ),
+    *linker_hooks(LINKER),
 )

@@ -10,6 +10,7 @@ from sgl_ext.engine.core import planning
 from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.core.meta_info import tell
 from sgl_ext.engine.core.power import Power
+from sgl_ext.engine.core.releases import linker_arguments
 from sgl_ext.engine.core.sglang_types import PrefillAdder, Req, Scheduler, ServerArgs
 from sgl_ext.engine.core.tracing import trace
 from sgl_ext.engine.core.unserved import Unserved, require_served
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from sgl_ext.planning.planner import Planner
     from sgl_ext.tiers.stack import TierStack
     from sgl_ext.tiers.statistics import TierReport
-
-LINKER = {"linker": "TierLinker", "linker_module_path": "sgl_ext.engine.tiers.linker"}
 
 
 class TiersPower(Power[Tiers]):
@@ -71,13 +70,7 @@ class TiersPower(Power[Tiers]):
         super().declare(server_args)
         if server_args.pp_size > 1:
             require_served(server_args, self.name, self.unserved_with_pipeline)
-        declare_resolution(
-            server_args,
-            "sgl_ext",
-            enable_unified_cache_external_linker=True,
-            unified_cache_external_linker_backend="dynamic",
-            unified_cache_external_linker_config=LINKER,
-        )
+        declare_resolution(server_args, "sgl_ext", **linker_arguments(hooks.LINKER))
 
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
         page_hash.prepare()

@@ -1,4 +1,4 @@
-"""Workarounds for defects of SGLang 0.5.23, each to be removed when SGLang mends its own.
+"""Workarounds for defects of SGLang, each to be removed when SGLang mends its own.
 
 ========================== ====================================================================
 ``beams``                  A retraction or a pause leaves the rows of a beam group's members

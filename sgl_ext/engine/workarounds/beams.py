@@ -12,6 +12,7 @@ from typing import Any
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.hooks import Original
+from sgl_ext.engine.core.releases import send_abort
 from sgl_ext.engine.core.requests import release
 from sgl_ext.engine.core.sglang_types import PrefillAdder, Req, Scheduler
 
@@ -66,7 +67,7 @@ def _end(scheduler: Scheduler, req: Req) -> None:
     release(scheduler, req, offload_kv=False)
     scheduler.beam_coordinator.retire_group(req)
     req.to_finish, req.finished_reason = None, reason
-    scheduler.send_abort_output(_make_abort_req(req, finished_reason=reason.to_json()), req)
+    send_abort(scheduler, _make_abort_req(req, finished_reason=reason.to_json()), req)
 
 
 HOOKS = (

@@ -9,6 +9,7 @@ from http import HTTPStatus
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.activation import carried_by
 from sgl_ext.engine.core.hooks import Original
+from sgl_ext.engine.core.releases import send_abort
 from sgl_ext.engine.core.sglang_types import (
     GenerateReqInput,
     Req,
@@ -96,9 +97,8 @@ def _handle(
 
         message = f"the server cannot accept this request: {error!s:.300}"
         reason = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": message}
-        scheduler.send_abort_output(
-            AbortReq(rid=request.rid, abort_message=message, finished_reason=reason), request
-        )
+        abort = AbortReq(rid=request.rid, abort_message=message, finished_reason=reason)
+        send_abort(scheduler, abort, request)
     return None
 
 

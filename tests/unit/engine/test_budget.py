@@ -11,7 +11,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine.core import runtime
-from sgl_ext.engine.step.budget import PARKED, _charge, _continue, _log, _select
+from sgl_ext.engine.step.budget import PARKED, _charge, _continue, _select
 from sgl_ext.planning.plan import Compute, Link, Load, PrefillPlan, Span
 
 PAGE = 16
@@ -23,7 +23,6 @@ class Admission:
     prefix_len: int
     extend_len: int
     is_chunked: bool
-    replay_len: int = 0
     max_new_tokens: int = 7
 
 
@@ -48,14 +47,15 @@ def adder(rem: int, **more: Any) -> Any:
 
 
 def select(adder: Any, rid: str, admission: Any, **kw: Any) -> Any:
-    return _select(lambda *_args, **_kw: admission, adder, SimpleNamespace(rid=rid), **kw)
+    req = SimpleNamespace(rid=rid, prefix_len=0, full_untruncated_fill_ids=[0] * 480)
+    return _select(lambda *_args, **_kw: admission, adder, req, host_hit_length=0, **kw)
 
 
 def test_a_part_of_a_prompt_ends_where_the_budget_ends() -> None:
     found = select(adder(64), "linked", Admission(0, 352, is_chunked=True))
-    assert (found.extend_len, found.extend_len + found.replay_len) == (352, 52)
+    assert (found.extend_len, PLAN.computed(0, found.extend_len)) == (352, 52)
     found = select(adder(40), "linked", Admission(0, 340, is_chunked=True))
-    assert (found.extend_len, found.replay_len) == (32, 0)
+    assert found.extend_len == 32
     part = Admission(0, 384, is_chunked=True)
     found = select(adder(64), "linked", part, truncation_align_size=64)
     assert found.extend_len == 320
@@ -191,18 +191,42 @@ def test_the_limit_of_a_chunked_request_counts_computed_tokens() -> None:
 
 @pytest.mark.parametrize("retracted", [False, True])
 def test_linked_tokens_are_logged_as_cached(retracted: bool) -> None:
-    """SGLang's own method applies the charge of :func:`_charge`; no logged number is negative."""
+    """They are not charged, and no logged number is negative."""
     found = adder(512, rem_dllm_tokens=None, dllm_config=None, exact_chunk_fill=False)
     found.memory_budget.reserve = lambda *_args, **_kw: None
     found.ceil_paged_tokens, found.per_req_token_overhead = int, 0
-    charge = _charge(lambda *_: 0, found, SimpleNamespace(
-        rid="linked", full_untruncated_fill_ids=[0] * 480), 0)  # fmt: skip
-    PrefillAdder._update_prefill_budget(found, 0, 480, 7, retracted, replay_len=charge)
-    _log(None, found, 0, 480, 7, retracted, replay_len=charge)
-    assert found.rem_chunk_tokens == 512 - PLAN.computed(0, 480)
+    for rid, computed in (("linked", 180), ("plain", 180 + 480)):
+        PrefillAdder._update_prefill_budget(found, 0, 480, 7, retracted)
+        req = SimpleNamespace(rid=rid, retracted_stain=retracted)
+        _charge(None, found, req, Admission(0, 480, is_chunked=False), 0)
+        assert found.rem_chunk_tokens == 512 - computed
+        assert found.rem_input_tokens == 1000 - computed
+        assert (found.log_input_tokens, found.log_hit_tokens) == (computed, 300)
+        again = (found.reprocessed_log_input_tokens, found.reprocessed_log_hit_tokens)
+        assert again == ((computed, 300) if retracted else (0, 0))
     assert found.log_replay_tokens == 0
-    assert (found.log_input_tokens, found.log_hit_tokens) == (180, 300)
-    again = (found.reprocessed_log_input_tokens, found.reprocessed_log_hit_tokens)
-    assert again == ((180, 300) if retracted else (0, 0))
-    _log(None, found, 0, 480, 7, retracted, replay_len=100)  # SGLang's own replay
-    assert (found.log_input_tokens, found.log_hit_tokens) == (180, 300)
+
+
+@pytest.mark.parametrize(
+    ("rid", "hit", "budget"), [("linked", 0, 64 + 300), ("linked", 112, 64 + 238), ("plain", 0, 64)]
+)
+def test_sglang_selects_with_a_budget_of_computed_tokens(rid: str, hit: int, budget: int) -> None:
+    """The budget is as before when SGLang has selected, also if its code raises an error."""
+    found, seen = adder(64), []
+    req = SimpleNamespace(rid=rid, prefix_len=0, full_untruncated_fill_ids=[0] * 480)
+
+    def original(adder: Any, _req: Any, **_kw: Any) -> Any:
+        seen.append(adder.rem_chunk_tokens)
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        _select(original, found, req, host_hit_length=hit)
+    assert (seen, found.rem_chunk_tokens) == ([budget], 64)
+
+
+def test_a_spent_budget_admits_no_planned_request() -> None:
+    """Credit for tokens that are not computed does not replace a budget that is spent."""
+    admission = Admission(0, 480, is_chunked=False)
+    assert select(adder(0), "linked", admission) is AddReqResult.OTHER
+    assert select(adder(1), "linked", admission) is admission
+    assert select(adder(0), "plain", admission) is admission

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -52,11 +53,13 @@ def test_host_pools_do_not_pin_memory() -> None:
 
     hicache.install()
     device = MHATokenToKVPool(64, 16, torch.float32, 2, 8, 3, "cpu", False, enable_alt_stream=False)
-    (info,) = device.get_device_pool_infos()
-    host = MHATokenToKVPoolHost(
-        info.buffer_info, 2.0, 0, 16, "layer_first", device_capacity_tokens=64,
-        start_layer=0, end_layer=2,
-    )  # fmt: skip
+    sizes: Any = (2.0, 0, 16, "layer_first")
+    if infos := getattr(device, "get_device_pool_infos", None):
+        host = MHATokenToKVPoolHost(
+            infos()[0].buffer_info, *sizes, device_capacity_tokens=64, start_layer=0, end_layer=2
+        )
+    else:  # SGLang 0.5.22
+        host = MHATokenToKVPoolHost(device, *sizes)
     assert not host.pin_memory
     page = torch.randn_like(host.get_dummy_flat_data_page())
     host.set_from_flat_data_page(32, page)

@@ -36,7 +36,7 @@ def test_platform_is_inactive_with_sglangs_cpu_engine(monkeypatch: pytest.Monkey
 
 def test_platform_is_inactive_with_another_sglang_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform.hooks, "installed_sglang", lambda: "0.5.24")
-    assert platform.reason_inactive() == "it requires SGLang 0.5.23, found 0.5.24"
+    assert platform.reason_inactive() == "it requires SGLang 0.5.22 or 0.5.23, found 0.5.24"
 
 
 def test_platform_is_inactive_with_another_platform_plugin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,11 +104,16 @@ def test_a_full_queue_compares_given_priorities(
         policy.step(waiting, [], forward)
     before = [req.priority for req in waiting]
     aborted: list[str] = []
+
+    def send(_out: object, req: Any) -> None:
+        aborted.append(req.rid)
+
     scheduler = SimpleNamespace(
         max_queued_requests=3, waiting_queue=waiting, enable_priority_scheduling=True,
         schedule_low_priority_values_first=False, _release_aborted_request=lambda _req: None,
         beam_coordinator=SimpleNamespace(retire_group=lambda _req: None),
-        send_abort_output=lambda _out, req: aborted.append(req.rid),
+        send_abort_output=send,
+        ipc_channels=SimpleNamespace(send_to_tokenizer=SimpleNamespace(send_output=send)),
     )  # fmt: skip
     for req in (*waiting, asked := request("new", new)):
         req.time_stats.trace_ctx = SimpleNamespace(abort=lambda **_kw: None)
