@@ -721,6 +721,19 @@ TABLES: dict[str, Table] = {
             ),
         ],
     ),
+    "demo": Table(
+        "demo",
+        "`sgl-ext demo`",
+        {
+            f"`{power}`": {"system": power}
+            for power in ("tiers", "chunks", "restore", "swap", "clusters")
+        },
+        [
+            before := Column("before", "seconds_p50", S, {"column": 0}),
+            before._replace(title="with the power", match={"column": 1}),
+            before._replace(title="another way of it", match={"column": 2}),
+        ],
+    ),
     "together": Table(
         "together",
         "TTFT of a mixed trace",
