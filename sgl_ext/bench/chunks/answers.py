@@ -16,7 +16,6 @@ import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial as partial_of
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +23,14 @@ from sgl_ext.bench.chunks.linked import (
     DEFAULT,
     PAGE,
     Contexts,
-    asked,
     computed_share,
+    mixed_questions,
     nothing_missing,
     systems,
     text_of,
 )
-from sgl_ext.bench.chunks.prompts import Prompt, Template, document_prompts
+from sgl_ext.bench.chunks.prompts import Prompt, Template
 from sgl_ext.bench.data.needles import needle_prompts
-from sgl_ext.bench.data.questions import SETS
 from sgl_ext.bench.data.scores import exact_match, f1, mean_interval
 from sgl_ext.bench.harness.partial import Partial
 from sgl_ext.bench.harness.report import Report
@@ -106,12 +104,7 @@ def run(*, quick: bool, out: Path, options: argparse.Namespace) -> Report:
 def _prompts(template: Template, count: int, *, needles: bool) -> list[Prompt]:
     if needles:
         return needle_prompts(template, count, length=_NEEDLE_TOKENS)
-    # One question of each set after the other, so that an interrupted run has some of each.
-    of_sets = [
-        document_prompts(template, asked(name), -(-count // len(SETS)), distractors=_DISTRACTORS)
-        for name in SETS
-    ]
-    return [*chain.from_iterable(zip(*of_sets, strict=True))][:count]
+    return mixed_questions(template, count, distractors=_DISTRACTORS)
 
 
 def _scores(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from sgl_ext.bench.chunks.prompts import Prompt, Template, document_prompts
-from sgl_ext.bench.data.questions import Question, QuestionSet, questions
+from sgl_ext.bench.data.questions import SETS, Question, QuestionSet, questions
 from sgl_ext.bench.harness.metrics import samples
 from sgl_ext.chunks.compose import mark
 from sgl_ext.chunks.methods import BLEND_LAYERS, PASSAGES
@@ -58,6 +59,18 @@ def asked(of: QuestionSet) -> list[Question]:
     The documents of the last question of HotpotQA prime contexts.
     """
     return questions(of)[:-1]
+
+
+def mixed_questions(template: Template, count: int, *, distractors: int) -> list[Prompt]:
+    """Returns prompts with documents, equally many of each set.
+
+    One of each set follows the other, so that an interrupted run has some of each.
+    """
+    of_sets = [
+        document_prompts(template, asked(name), -(-count // len(SETS)), distractors=distractors)
+        for name in SETS
+    ]
+    return [*chain.from_iterable(zip(*of_sets, strict=True))][:count]
 
 
 class Contexts:

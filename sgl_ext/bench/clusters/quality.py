@@ -12,16 +12,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import requests
 
-from sgl_ext.bench.chunks.linked import asked
-from sgl_ext.bench.chunks.prompts import Prompt, Template, document_prompts
+from sgl_ext.bench.chunks.linked import mixed_questions
+from sgl_ext.bench.chunks.prompts import Prompt, Template
 from sgl_ext.bench.clusters.answers import follows, store
 from sgl_ext.bench.data.needles import needle_prompts
-from sgl_ext.bench.data.questions import SETS
 from sgl_ext.bench.data.scores import f1, mean_interval
 from sgl_ext.bench.harness.partial import Partial
 from sgl_ext.bench.harness.report import Report
@@ -34,7 +32,7 @@ _DISTRACTORS = 6
 _DELETE_S = 60.0
 
 Scores = Mapping[str, Mapping[str, float]]
-"""By system, the F1 of an answer and whether it has the right one (1 or 0)."""
+"""F1 of each system's answer, and 1.0 if it contains a right answer, else 0.0."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +68,7 @@ def kinds(template: Template, sizes: QualitySizes) -> dict[str, list[Prompt]]:
         f"needle in {length} tokens": needle_prompts(template, sizes.needles, length=length)
         for length in sizes.lengths
     }
-    of_sets = [
-        document_prompts(
-            template, asked(name), -(-sizes.questions // len(SETS)), distractors=_DISTRACTORS
-        )
-        for name in SETS
-    ]
-    questions = [*chain.from_iterable(zip(*of_sets, strict=True))][: sizes.questions]
+    questions = mixed_questions(template, sizes.questions, distractors=_DISTRACTORS)
     return found | {"questions about documents": questions}
 
 
