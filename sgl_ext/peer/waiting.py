@@ -10,6 +10,8 @@ class Waiting:
 
     def __init__(self, patience: float) -> None:
         self.patience = patience
+        self.ended: dict[str, float] = {}
+        """Seconds that requests have waited which no longer did at the last :meth:`expired`."""
         self._since: dict[str, float] = {}
 
     def expired(self, unfit: Collection[str], now: float) -> list[str]:
@@ -19,6 +21,7 @@ class Waiting:
             unfit: ids of all requests that do not fit now; others no longer wait.
             now: seconds of any monotonic clock.
         """
+        self.ended = {rid: now - since for rid, since in self._since.items() if rid not in unfit}
         self._since = {rid: self._since.get(rid, now) for rid in unfit}
         expired = [rid for rid, since in self._since.items() if now - since > self.patience]
         for rid in expired:

@@ -205,8 +205,11 @@ def test_a_context_larger_than_the_kv_pool_is_stored(
         interrupted(context[:1400])
         (record,) = tmp_path.rglob("*.recorded")
         part = min(record.glob("*.part"))
-        contents = part.read_bytes()
-        part.write_bytes(contents[:-1] + bytes([contents[-1] ^ 1]))
+        with part.open("r+b") as file:  # In place: the scheduler may still read the file.
+            file.seek(-1, os.SEEK_END)
+            (byte,) = file.read(1)
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([byte ^ 1]))
         *_, refused = stored(context[:1400])
         assert "is damaged" in refused["error"]["message"]
         assert not [*tmp_path.rglob("*.recorded*")]

@@ -125,7 +125,10 @@ def _run(
     for power in ext.outside_in:
         power.forwarding(batch)
     with ext.timer.measure(planning.observing(ext, batch)):
-        return original(scheduler, batch, *args, **kw)
+        result = original(scheduler, batch, *args, **kw)
+    for power in ext.inside_out:
+        power.forwarded(batch)
+    return result
 
 
 def _forward(

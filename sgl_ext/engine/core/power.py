@@ -262,6 +262,9 @@ class Power(Generic[SectionT]):
     def forwarding(self, batch: ScheduleBatch) -> None:
         """Is called before SGLang runs a ``ScheduleBatch``."""
 
+    def forwarded(self, batch: ScheduleBatch) -> None:
+        """Is called when SGLang has run a ``ScheduleBatch``; a device may still compute it."""
+
     def positioned(self, batch: ForwardBatch) -> ForwardBatch:
         """Returns SGLang's ``ForwardBatch`` of whole requests with the positions of its tokens."""
         return batch

@@ -10,6 +10,11 @@ _LEVEL = 2
 """Level of SGLang's stages that contain others; ``SGLANG_TRACE_LEVEL`` chooses the levels."""
 
 
+def traced(req: Req) -> bool:
+    """Returns whether SGLang traces the request."""
+    return bool(req.time_stats.trace_ctx.tracing_enable)
+
+
 def trace(req: Req, stage: str, seconds: float, **found: float | str) -> None:
     """Adds a span to the request's trace that ends now; does nothing if it is not traced.
 
@@ -18,10 +23,11 @@ def trace(req: Req, stage: str, seconds: float, **found: float | str) -> None:
         seconds: duration of the span.
         found: attributes of the span.
     """
-    stats = req.time_stats
-    if not stats.trace_ctx.tracing_enable:
+    if not traced(req):
         return
     from sglang.srt.observability.req_time_stats import RequestStageConfig
 
     now = time.perf_counter()  # the clock of SGLang's stages
-    stats.trace_slice(RequestStageConfig(f"ext_{stage}", level=_LEVEL), now - seconds, now, found)
+    req.time_stats.trace_slice(
+        RequestStageConfig(f"ext_{stage}", level=_LEVEL), now - seconds, now, found
+    )

@@ -19,6 +19,7 @@ from sgl_ext.engine.core.unserved import PIPELINE
 
 if TYPE_CHECKING:
     from sgl_ext.engine.core.runtime import ExtRuntime
+    from sgl_ext.engine.peer.reads import LentReads
     from sgl_ext.engine.peer.side import PeerSide, SharedSlab
     from sgl_ext.engine.peer.stream import LayerStream
 
@@ -49,6 +50,8 @@ class PeerPower(Power[Peer]):
     )
 
     side: PeerSide
+    _reads: LentReads | None = None
+    """Spans of a master's prompts; None on a worker."""
 
     def attention(self) -> dict[Property, str]:
         buffered = self.section.role == "master" and self.section.stream != "direct"
@@ -61,6 +64,11 @@ class PeerPower(Power[Peer]):
         slab = cast("SharedSlab", ext.require_slab(self.name))
         self.side = open_side(self.section, scheduler, slab)
         self._ext, self._runner = ext, scheduler.tp_worker.model_runner
+        if self.section.role == "master":
+            from sgl_ext.engine.peer.reads import LentReads
+
+            first = slab.own * slab.layout.page
+            self._reads = LentReads(scheduler, first, self.side.stream)
 
     @property
     def stream(self) -> LayerStream | None:
@@ -84,6 +92,14 @@ class PeerPower(Power[Peer]):
                 self._runner.req_to_token_pool.req_to_token, batch.req_pool_indices.tolist(),
                 batch.seq_lens.tolist(), batch.out_cache_loc,
             )  # fmt: skip
+
+    def forwarding(self, batch: ScheduleBatch) -> None:
+        if self._reads is not None:
+            self._reads.begin()
+
+    def forwarded(self, batch: ScheduleBatch) -> None:
+        if self._reads is not None:
+            self._reads.end(batch)
 
     def withheld(self) -> Iterator[Req]:
         yield from self.side.aside

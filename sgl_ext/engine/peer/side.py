@@ -15,6 +15,7 @@ from sgl_ext.config import Peer
 from sgl_ext.engine.core.metrics import Metrics
 from sgl_ext.engine.core.requests import refuse_waiting
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
+from sgl_ext.engine.core.tracing import trace
 from sgl_ext.engine.kv.resize import KVResizer
 from sgl_ext.engine.peer import vacate
 from sgl_ext.engine.peer.metrics import PeerMetrics
@@ -106,6 +107,10 @@ class PeerSide:
                 f"The request needs more KV memory than the {allocator.size} tokens that are "
                 f"available: {why}. Retry later.",
             )
+        if ended := self._waiting.ended:
+            for req in scheduler.waiting_queue:
+                if req.rid in ended:
+                    trace(req, "peer_wait", ended[req.rid])
         if unfit:
             waiting = scheduler.waiting_queue
             self.aside = [req for req in waiting if req.rid in unfit]

@@ -6,27 +6,13 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from sglang.srt.observability import req_time_stats
-from sglang.srt.observability.trace import TraceSliceContext
+from trace_kit import RecordedTrace, time_stats
 
 from sgl_ext.engine.core.tracing import trace
 
 
-class RecordedTrace:
-    """Trace of a request that keeps its slices."""
-
-    def __init__(self, *, enabled: bool = True) -> None:
-        self.tracing_enable = enabled
-        self.slices: list[TraceSliceContext] = []
-
-    def trace_slice(self, slice: TraceSliceContext) -> None:  # noqa: A002  (SGLang's name)
-        self.slices.append(slice)
-
-
-def request(recorded: Any) -> Any:
-    stats = req_time_stats.SchedulerReqTimeStats()
-    stats.trace_ctx = recorded
-    return SimpleNamespace(time_stats=stats)
+def request(recorded: RecordedTrace) -> Any:
+    return SimpleNamespace(time_stats=time_stats(recorded))
 
 
 def test_a_span_ends_now_and_has_its_duration_and_attributes() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from simulated_engine import PIECE, SimulatedSlab
+from trace_kit import RecordedTrace, time_stats
 
 from sgl_ext.engine.kv.allocator import BlockGroupAllocator
 from sgl_ext.memory.slab import HostSlab, Layout, Slab
@@ -28,6 +29,7 @@ class Req(SimpleNamespace):
             full_untruncated_fill_ids=[1] * prompt,
             sampling_params=SimpleNamespace(max_new_tokens=answer),
             kv=SimpleNamespace(holds_kv=False, req_pool_idx=None, kv_allocated_len=0),
+            time_stats=time_stats(RecordedTrace(enabled=False)),
         )  # fmt: skip
 
     def finished(self) -> bool:

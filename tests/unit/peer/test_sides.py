@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from peer_kit import LightMaster
 from scheduler_kit import Batch, Req, Scheduler
+from trace_kit import RecordedTrace, time_stats
 
 from sgl_ext.config import Peer
 from sgl_ext.engine.peer import master as peer_master
@@ -164,10 +165,16 @@ def test_a_request_that_waits_for_memory_does_not_block_smaller_ones(
     scheduler.running_batch.batch_is_full = True
     assert step(side, scheduler) == [small]
     assert scheduler.waiting_queue == [large, small]
+    large.time_stats = time_stats(recorded := RecordedTrace())
     master.slow = False
     talk(side, scheduler, master)
     assert side.blocks >= 52
     assert step(side, scheduler) == [large, small]
+    ((name, waited),) = [
+        (each.slice_name, each.end_time_ns - each.start_time_ns) for each in recorded.slices
+    ]
+    assert name == "ext_peer_wait"
+    assert waited > 0
 
 
 def test_sglang_retries_admission_when_the_pool_has_grown(opened: Callable[..., Any]) -> None:
