@@ -8,38 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 SMALL_UNITS = 16
 """Number of whole units in the lendable memory from which ``auto`` lends whole units, not pages"""
 
 Granularity = Literal["auto", "unit", "block"]
-
-
-class ElasticUnits(NamedTuple):
-    """Numbers of worker blocks and of master blocks that have equal bytes.
-
-    Lending replaces ``worker`` blocks of the worker by ``master`` blocks of the master; reclaiming
-    does the reverse.
-    """
-
-    worker: int
-    """Blocks of the worker"""
-    master: int
-    """Blocks of the master"""
-
-
-def minimum_elastic_units(worker_block: int, master_block: int) -> ElasticUnits:
-    """Returns the minimum elastic unit (MEU): the fewest whole blocks with equal bytes (Eq. 8-9).
-
-    Eq. 6-7 count elements, which gives the same units if both models have the same dtype.
-
-    Args:
-        worker_block: bytes per block of the worker.
-        master_block: bytes per block of the master.
-    """
-    common = math.lcm(worker_block, master_block)
-    return ElasticUnits(common // worker_block, common // master_block)
 
 
 @dataclass(frozen=True)
@@ -61,6 +35,10 @@ def choose_unit(
     worker_block: int, master_block: int, lendable: int, page: int, granularity: Granularity
 ) -> Unit:
     """Returns the unit of lending: a whole minimum elastic unit, or a page of memory.
+
+    A minimum elastic unit (MEU) is the fewest whole blocks with equal bytes on both sides
+    (Eq. 8-9), here in whole pages. Eq. 6-7 count elements, which gives the same units for models
+    of one dtype.
 
     With ``auto``, whole units are used if at least :data:`SMALL_UNITS` fit into ``lendable``.
 

@@ -68,12 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(*, quick: bool, out: Path, options: argparse.Namespace) -> Report:
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     model = prepare(SMOLLM2 if quick else QWEN_CODER)
     count = 6 if quick else options.questions
     methods = (*(options.method or _METHODS),)
-    template = Template(AutoTokenizer.from_pretrained(model))
+    template = Template.of_model(model)
     layers = AutoConfig.from_pretrained(model).num_hidden_layers
     prompts = _prompts(template, count, needles=options.needles)
     name = "chunks_answers-needles" if options.needles else "chunks_answers"

@@ -90,10 +90,10 @@ PARTS = ("speed", "load", "creation", "lengths", *ACCURACY)
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
     sizes = _QUICK if quick else _WHOLE
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     model = prepare(SMOLLM2)
-    template = Template(AutoTokenizer.from_pretrained(model))
+    template = Template.of_model(model)
     layers = AutoConfig.from_pretrained(model).num_hidden_layers
     config = {"quick": quick, "page": PAGE, "compared": EXACT, **asdict(sizes)}
     report = Report("chunks", config)

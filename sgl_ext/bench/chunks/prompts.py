@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from sgl_ext.bench.data.questions import Document, Question
@@ -49,6 +50,13 @@ class Template:
     Raises:
         ExtError: the tokenizer has no chat template.
     """
+
+    @classmethod
+    def of_model(cls, model: Path) -> Template:
+        """Returns the template of the model in a folder."""
+        from transformers import AutoTokenizer
+
+        return cls(AutoTokenizer.from_pretrained(model))
 
     def __init__(self, tokenizer: Any) -> None:
         if not tokenizer.chat_template:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial as partial_of
 from typing import Any
 
@@ -15,6 +16,7 @@ from sgl_ext.bench.data.scores import mean_interval
 from sgl_ext.bench.harness.partial import Partial
 from sgl_ext.bench.harness.report import Report
 from sgl_ext.chunks.divergence import Distribution, divergence
+from sgl_ext.clusters.client import StoredContexts
 from sgl_ext.distributions import distributions, read, request
 from sgl_ext.errors import ExtError
 
@@ -81,13 +83,17 @@ def store(url: str, tokens: Sequence[int]) -> str:
     Raises:
         ExtError: the server did not store the context.
     """
-    answer = requests.post(
-        f"{url}/ext/clusters", json={"input_ids": [*tokens]}, timeout=_DEADLINE_S
-    )
-    if not answer.ok:
-        raise ExtError(f"{url} did not store a context: {answer.text[:300]}")
-    id_: str = answer.json()["id"]
-    return id_
+    return str(StoredContexts(url).store(tokens)["id"])
+
+
+@contextmanager
+def stored(url: str, tokens: Sequence[int]) -> Iterator[str]:
+    """Stores a context on a server (:func:`store`), yields its id, and deletes it at the end."""
+    id_ = store(url, tokens)
+    try:
+        yield id_
+    finally:
+        StoredContexts(url).delete(id_)
 
 
 def follow(
@@ -123,11 +129,8 @@ def _of_sample(
 ) -> dict[str, list[tuple[float, bool]]]:
     """Returns the KL divergence in nats, and whether top tokens agree, of each token by share."""
     right = dense(url, sample)
-    id_ = store(url, sample.context)
-    try:
+    with stored(url, sample.context) as id_:
         return {f"{share:g}": diverged(url, sample, id_, share, right) for share in shares}
-    finally:
-        requests.delete(f"{url}/ext/clusters/{id_}", timeout=_DEADLINE_S)
 
 
 def dense(url: str, sample: Sample) -> Sequence[Distribution]:

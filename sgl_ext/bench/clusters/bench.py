@@ -92,7 +92,9 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
             if "joined" in parts:
                 report_joined(report, running.url, read[:_JOINED], partial)
             if "quality" in parts:
-                report_quality(report, running.url, _template(model), sizes.quality, partial)
+                report_quality(
+                    report, running.url, Template.of_model(model), sizes.quality, partial
+                )
     if "serving" in parts:
         _find(
             report, partial, "serving",
@@ -138,12 +140,6 @@ def _find(report: Report, partial: Partial, name: str, measure: Callable[[Report
     kept = partial.find(name, found)
     report.runs += kept["runs"]
     report.figures |= kept["figures"]
-
-
-def _template(model: Path) -> Template:
-    from transformers import AutoTokenizer
-
-    return Template(AutoTokenizer.from_pretrained(model))
 
 
 @contextmanager

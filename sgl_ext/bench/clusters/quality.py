@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import requests
-
 from sgl_ext.bench.chunks.linked import mixed_questions
 from sgl_ext.bench.chunks.prompts import Prompt, Template
-from sgl_ext.bench.clusters.answers import follows, store
+from sgl_ext.bench.clusters.answers import follows, stored
 from sgl_ext.bench.data.needles import needle_prompts
 from sgl_ext.bench.data.scores import f1, mean_interval
 from sgl_ext.bench.harness.partial import Partial
@@ -29,7 +27,6 @@ DENSE = "dense"
 SHARES = (0.05, 0.1, 0.25)
 _ANSWER_TOKENS = 24
 _DISTRACTORS = 6
-_DELETE_S = 60.0
 
 Scores = Mapping[str, Mapping[str, float]]
 """F1 of each system's answer, and 1.0 if it contains a right answer, else 0.0."""
@@ -76,20 +73,17 @@ def scores_of(url: str, template: Template, prompt: Prompt) -> Scores:
     """Returns the scores of one prompt, whose context is stored meanwhile."""
     question = template.encode(prompt.question)
     context = prompt.tokens[: len(prompt.tokens) - len(question)]
-    id_ = store(url, context)
     greedy: dict[str, Any] = {"temperature": 0, "max_new_tokens": _ANSWER_TOKENS, "stop": "\n"}
     requested: dict[str, tuple[Sequence[int], dict[str, Any]]] = {DENSE: ([*prompt.tokens], greedy)}
-    for share in SHARES:
-        requested[f"{share:g}"] = (question, greedy | {"custom_params": follows(id_, share)})
-    try:
-        with ThreadPoolExecutor(len(requested)) as threads:  # decoded together
-            answers = threads.map(lambda one: send(url, *one)["text"], requested.values())
-            return {
-                system: score(text, prompt.answers)
-                for system, text in zip(requested, answers, strict=True)
-            }
-    finally:
-        requests.delete(f"{url}/ext/clusters/{id_}", timeout=_DELETE_S)
+    with stored(url, context) as id_, ThreadPoolExecutor(1 + len(SHARES)) as threads:
+        for share in SHARES:
+            requested[f"{share:g}"] = (question, greedy | {"custom_params": follows(id_, share)})
+        # Decoded together.
+        answers = threads.map(lambda one: send(url, *one)["text"], requested.values())
+        return {
+            system: score(text, prompt.answers)
+            for system, text in zip(requested, answers, strict=True)
+        }
 
 
 def score(text: str, right: Sequence[str]) -> dict[str, float]:

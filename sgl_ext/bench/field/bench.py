@@ -102,7 +102,9 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
             for part in (each for each in PARTS if each in parts):
                 say(f"field {part}")
                 if part == _RULER:
-                    report_ruler(report, timed[0], servers[-1], _template(model), sizes.ruler)
+                    report_ruler(
+                        report, timed[0], servers[-1], Template.of_model(model), sizes.ruler
+                    )
                 else:
                     _measure(part, report, timed, model, logs, sizes)
                 report.write(out / "partial")  # kept if a later part fails
@@ -135,9 +137,3 @@ def _measure(
         report_multiturn(report, servers, model, sizes.multiturn)
     else:
         report_hit_rate(report, servers, sizes.hit_rate)
-
-
-def _template(model: Path) -> Template:
-    from transformers import AutoTokenizer
-
-    return Template(AutoTokenizer.from_pretrained(model))

@@ -9,6 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from sgl_ext.bench.chunks.prompts import Template
 from sgl_ext.bench.harness.report import Report
 from sgl_ext.bench.together.mixed import (
     MEMORY,
@@ -17,7 +18,6 @@ from sgl_ext.bench.together.mixed import (
     materials,
     measured,
     prepared,
-    template_of,
     trace_of,
 )
 from sgl_ext.bench.together.replay import replay
@@ -35,7 +35,7 @@ def report_costs(report: Report, out: Path, *, quick: bool) -> None:
     its kind were compared.
     """
     model, sizes = prepare(SMOLLM2), QUICK if quick else WHOLE
-    template = template_of(model)
+    template = Template.of_model(model)
     made = materials(model, template, sizes)
     with scratch(out) as places:
         logs = out / "logs" / "costs"

@@ -30,10 +30,8 @@ _WAIT_S = 600.0
 
 def report_linked(report: Report, out: Path, *, quick: bool) -> None:
     """Adds the TTFTs of both systems and their ratio."""
-    from transformers import AutoTokenizer
-
     model, count, rounds = prepare(SMOLLM2), 2 if quick else 8, 2 if quick else 4
-    template = Template(AutoTokenizer.from_pretrained(model))
+    template = Template.of_model(model)
     prompts = question_prompts(template, asked("hotpotqa"), count, length=_LENGTH)
     logs = out / "logs" / "linked"
     _, memory = measured(model, logs, Memory(_POOL, _POOL), _LENGTH)

@@ -90,7 +90,7 @@ def report_mixed(report: Report, out: Path, *, quick: bool) -> None:
     model, sizes = prepare(SMOLLM2), QUICK if quick else WHOLE
     single = _QUICK_SINGLE if quick else tuple(SINGLE)
     names = [STOCK, HICACHE, *single, ALL, INDEPENDENT]
-    template = template_of(model)
+    template = Template.of_model(model)
     made = materials(model, template, sizes)
     with scratch(out) as places:
         logs = out / "logs" / "mixed"
@@ -237,12 +237,6 @@ def prepared(
     if "tiers" in state:
         wait_until_stored(one.url)
     return contexts
-
-
-def template_of(model: Path) -> Template:
-    from transformers import AutoTokenizer
-
-    return Template(AutoTokenizer.from_pretrained(model))
 
 
 def trace_of(material: Material[Prompt], seed: int) -> Sequence[Client[Prompt]]:

@@ -101,9 +101,7 @@ def test_facts_keep_their_order_within_and_between_chunks() -> None:
 
 @pytest.fixture(scope="module")
 def template(model: Path) -> Template:
-    from transformers import AutoTokenizer
-
-    return Template(AutoTokenizer.from_pretrained(model))
+    return Template.of_model(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from sgl_ext.bench.chunks.prompts import Template
-from sgl_ext.bench.clusters import quality
+from sgl_ext.bench.clusters import answers, quality
 from sgl_ext.bench.clusters.quality import QualitySizes, add_scores, kinds, score, scores_of
 from sgl_ext.bench.harness.report import Report
 from sgl_ext.errors import ExtError
@@ -17,7 +16,7 @@ from sgl_ext.models import SMOLLM2, prepare
 
 @pytest.fixture(scope="module")
 def template() -> Template:
-    return Template(AutoTokenizer.from_pretrained(prepare(SMOLLM2)))
+    return Template.of_model(prepare(SMOLLM2))
 
 
 def test_an_answer_is_scored_by_words_and_by_what_it_has() -> None:
@@ -56,9 +55,16 @@ def test_the_context_is_stored_without_its_question(
     asked: list[tuple[list[int], Any]] = []
     deleted: list[str] = []
 
-    def store(_url: str, tokens: list[int]) -> str:
-        stored.append([*tokens])
-        return "stx-1"
+    class Contexts:
+        def __init__(self, _url: str) -> None:
+            pass
+
+        def store(self, tokens: list[int]) -> dict[str, str]:
+            stored.append([*tokens])
+            return {"id": "stx-1"}
+
+        def delete(self, id_: str) -> None:
+            deleted.append(id_)
 
     def send(_url: str, tokens: list[int], parameters: dict[str, Any]) -> dict[str, Any]:
         if fails:
@@ -66,9 +72,8 @@ def test_the_context_is_stored_without_its_question(
         asked.append(([*tokens], parameters.get("custom_params")))
         return {"text": prompt.answers[0] if "custom_params" not in parameters else "no"}
 
-    monkeypatch.setattr(quality, "store", store)
+    monkeypatch.setattr(answers, "StoredContexts", Contexts)
     monkeypatch.setattr(quality, "send", send)
-    monkeypatch.setattr(quality.requests, "delete", lambda url, **_: deleted.append(url))
     if fails:
         with pytest.raises(ExtError, match="refused"):
             scores_of("http://server", template, prompt)
@@ -84,4 +89,4 @@ def test_the_context_is_stored_without_its_question(
         follow = {custom["ext_stored"]["sparsity"]: tokens for tokens, custom in asked if custom}
         assert {*follow} == {0.05, 0.1, 0.25}
         assert all([*stored[0], *tokens] == whole for tokens in follow.values())
-    assert deleted == ["http://server/ext/clusters/stx-1"]
+    assert deleted == ["stx-1"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -12,12 +13,10 @@ from hypothesis import strategies as st
 from sgl_ext.memory.lent import Extent, blocks_for
 from sgl_ext.memory.slab import DTYPES, Layout
 from sgl_ext.peer.lending import (
-    ElasticUnits,
     Granularity,
     Lending,
     Unit,
     choose_unit,
-    minimum_elastic_units,
 )
 from sgl_ext.peer.master import _last
 from sgl_ext.peer.messages import Lend
@@ -50,8 +49,17 @@ geometries = st.builds(
 )
 
 
+class ElasticUnits(NamedTuple):
+    """Blocks of both sides in a minimum elastic unit."""
+
+    worker: int
+    master: int
+
+
 def units_of(worker: Layout, master: Layout) -> ElasticUnits:
-    return minimum_elastic_units(worker.block_bytes, master.block_bytes)
+    sizes = worker.block_bytes, master.block_bytes
+    whole = choose_unit(*sizes, lendable=0, page=1, granularity="unit")
+    return ElasticUnits(*(whole.size // size for size in sizes))
 
 
 @pytest.mark.parametrize(
