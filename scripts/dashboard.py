@@ -37,12 +37,11 @@ def rate(name: str, *by: str) -> str:
     return f"sum by ({', '.join(by)}) ({found})" if by else f"sum({found})"
 
 
-def quantile(q: float, name: str) -> str:
-    """Returns the expression of a histogram's quantile."""
-    return (
-        f"histogram_quantile({q:g}, sum by (le) (rate({name}_bucket{{{_EVERY}}}"
-        "[$__rate_interval])))"
-    )
+def quantile(q: float, name: str, *by: str) -> str:
+    """Returns the expression of a histogram's quantile, by some labels."""
+    labels = ", ".join(("le", *by))
+    buckets = f"rate({name}_bucket{{{_EVERY}}}[$__rate_interval])"
+    return f"histogram_quantile({q:g}, sum by ({labels}) ({buckets}))"
 
 
 ROWS: dict[str, Sequence[Panel]] = {
@@ -138,11 +137,10 @@ ROWS: dict[str, Sequence[Panel]] = {
             {"{{source}}": rate("restore_tokens", "source")},
         ),
         Panel(
-            "Restored prefixes: seconds", "From a request's arrival.", "s",
-            {
-                f"p{100 * q:g}": quantile(q, "sglang_ext:restore_seconds")
-                for q in (0.5, 0.95)
-            },
+            "Stages of requests: seconds",
+            "95th percentile of loads, restorations, swap-ins, and waits for contexts and memory.",
+            "s",
+            {"{{stage}}": quantile(0.95, "sglang_ext:stage_seconds", "stage")},
         ),
     ),
     "Chunks and clusters": (

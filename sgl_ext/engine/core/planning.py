@@ -32,9 +32,11 @@ def prepare(ext: ExtRuntime, scheduler: Scheduler) -> None:
         # The import of Prometheus' client reads the directory that SGLang has set by now.
         from sgl_ext.engine.core.metrics import Metrics
         from sgl_ext.engine.core.planning_metrics import PlanningMetrics
+        from sgl_ext.engine.core.stage_metrics import StageMetrics
 
         ext.metrics = Metrics(scheduler.metrics_collector.labels)
         ext.planning_metrics = PlanningMetrics(ext.metrics)
+        ext.stage_metrics = StageMetrics(ext.metrics)
 
 
 def subject_of(layout: Layout) -> Subject:

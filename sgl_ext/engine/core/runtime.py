@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sgl_ext.engine.core.metrics import Metrics
     from sgl_ext.engine.core.planning_metrics import PlanningMetrics
     from sgl_ext.engine.core.power import Filler, Power
+    from sgl_ext.engine.core.stage_metrics import StageMetrics
     from sgl_ext.engine.peer.power import PeerPower
     from sgl_ext.engine.restore.power import RestorePower
     from sgl_ext.engine.restore.stages import StagedRestorePower
@@ -67,6 +68,8 @@ class ExtRuntime:
     """Factory of this process's metrics; None if SGLang serves no metrics."""
     planning_metrics: PlanningMetrics | None = None
     """Metrics of the cost model; None if SGLang serves no metrics."""
+    stage_metrics: StageMetrics | None = None
+    """Durations of stages of requests; None if SGLang serves no metrics."""
     tiers: TiersPower | None = None
     restore: RestorePower | StagedRestorePower | None = None
     swap: SwapPower | None = None

@@ -1,9 +1,10 @@
-"""Spans of the powers in SGLang's traces of requests (``--enable-trace``)."""
+"""Stages of requests in the powers: spans in SGLang's traces (``--enable-trace``), and metrics."""
 
 from __future__ import annotations
 
 import time
 
+from sgl_ext.engine.core import runtime
 from sgl_ext.engine.core.sglang_types import Req
 
 _LEVEL = 2
@@ -16,15 +17,24 @@ def traced(req: Req) -> bool:
 
 
 def trace(req: Req, stage: str, seconds: float, **found: float | str) -> None:
-    """Adds a span to the request's trace that ends now; does nothing if it is not traced.
+    """Adds a span that ends now to the request's trace, and its duration to the metrics.
+
+    Does nothing if the request is not traced, or if there are no metrics.
 
     Args:
         stage: name of the span, without the prefix ``ext_``.
-        seconds: duration of the span.
+        seconds: duration of the span; 0 for an event, which the metrics do not count.
         found: attributes of the span.
     """
-    if not traced(req):
-        return
+    ext = runtime.current
+    if seconds and ext is not None and ext.stage_metrics is not None:
+        ext.stage_metrics.observe(stage, seconds)
+    if traced(req):
+        add_span(req, stage, seconds, **found)
+
+
+def add_span(req: Req, stage: str, seconds: float, **found: float | str) -> None:
+    """Adds a span to the trace of a request that is traced; see :func:`trace`."""
     from sglang.srt.observability.req_time_stats import RequestStageConfig
 
     now = time.perf_counter()  # the clock of SGLang's stages

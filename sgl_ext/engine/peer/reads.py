@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
-from sgl_ext.engine.core.tracing import trace, traced
+from sgl_ext.engine.core.tracing import add_span, traced
 from sgl_ext.engine.peer import vacate
 from sgl_ext.engine.peer.stream import LayerStream
 
@@ -40,7 +40,7 @@ class LentReads:
         for req in filter(traced, batch.reqs):
             if lent := self._lent(req):
                 waited = self._waited_seconds - self._waited
-                trace(req, "peer_read", waited, lent_tokens=lent)
+                add_span(req, "peer_read", waited, lent_tokens=lent)
 
     def _lent(self, req: Req) -> int:
         """Returns the number of the request's tokens that are in workers' memory."""

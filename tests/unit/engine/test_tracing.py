@@ -6,8 +6,15 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from prometheus_client import REGISTRY
 from trace_kit import RecordedTrace, time_stats
 
+from sgl_ext.config import ExtConfig
+from sgl_ext.engine.core import runtime
+from sgl_ext.engine.core.metrics import Metrics
+from sgl_ext.engine.core.runtime import ExtRuntime
+from sgl_ext.engine.core.stage_metrics import StageMetrics
 from sgl_ext.engine.core.tracing import trace
 
 
@@ -32,3 +39,17 @@ def test_requests_that_are_not_traced_get_no_span() -> None:
     recorded = RecordedTrace(enabled=False)
     trace(request(recorded), "tiers_load", 0.5, ssd=1024)
     assert not recorded.slices
+
+
+def test_stages_with_a_duration_are_counted_whether_or_not_they_are_traced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted = StageMetrics(Metrics({"model_name": "m"}))
+    ext = ExtRuntime(ExtConfig(), stage_metrics=counted)
+    monkeypatch.setattr(runtime, "current", ext)
+    recorded = RecordedTrace(enabled=False)
+    for seconds in (0.5, 2.0, 0.0):
+        trace(request(recorded), "tiers_load", seconds)
+    labels = {"model_name": "m", "stage": "tiers_load"}
+    assert REGISTRY.get_sample_value("sglang_ext:stage_seconds_count", labels) == 2
+    assert REGISTRY.get_sample_value("sglang_ext:stage_seconds_sum", labels) == 2.5
