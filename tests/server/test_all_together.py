@@ -22,6 +22,7 @@ import pytest
 import requests
 from conftest import ROOT, until
 from faked_cuda_kit import DEADLINE_S, ask, post, same, small_llama
+from trace_collector_kit import Collector, collector
 from transformers import AutoTokenizer
 
 from sgl_ext.serving.http import live
@@ -156,8 +157,10 @@ class Side:
         return live(self.server.url)
 
 
-def arguments(folder: Path, tokens: int, host: str, **peer: Any) -> tuple[str, ...]:
-    """Returns the arguments of a server with every section, whose files are in a folder."""
+def arguments(
+    folder: Path, tokens: int, host: str, collected: Collector, **peer: Any
+) -> tuple[str, ...]:
+    """Returns the arguments of a traced server with every section, whose files are in a folder."""
     devices = [folder / f"clusters{at}" for at in range(2)]
     for each in (*devices, folder / "ssd"):
         each.mkdir(parents=True)
@@ -176,20 +179,29 @@ def arguments(folder: Path, tokens: int, host: str, **peer: Any) -> tuple[str, .
     }  # fmt: skip
     return (
         *COMMON, "--max-total-tokens", str(tokens), "--chunked-prefill-size", "1024",
+        "--enable-trace", "--otlp-traces-endpoint", collected.endpoint,
         "--enable-ext", "--ext-config", json.dumps(config),
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Side]]:
+def collected() -> Iterator[Collector]:
+    with collector() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def sides(
+    tmp_path_factory: pytest.TempPathFactory, collected: Collector
+) -> Iterator[dict[str, Side]]:
     folder = tmp_path_factory.mktemp("all")
     model = small_llama(folder / "model", layers=LAYERS)
     with tempfile.TemporaryDirectory(prefix="sgl_ext-peers-") as sockets:
         terms = {"directory": sockets, "deadline": "20s", "lease": "20s"}
         borrows = {"capacity": f"{BORROWED * TOKEN_BYTES}B", "stream": "layers", **terms}
-        master = arguments(folder / "master", OWN, "layers", role="master", **borrows)
+        master = arguments(folder / "master", OWN, "layers", collected, role="master", **borrows)
         lends = {"window": "1s", **terms}
-        worker = arguments(folder / "worker", LENDER, "tokens", role="worker", **lends)
+        worker = arguments(folder / "worker", LENDER, "tokens", collected, role="worker", **lends)
         systems = [
             System("stock", (*COMMON, "--max-total-tokens", "16384")),
             System("master", master, STRICT),
@@ -263,3 +275,15 @@ def test_the_metrics_of_the_dashboard_exist(sides: dict[str, Side]) -> None:
     rare = {"tiers_failures_total", "peer_replacements_total", "chunks_divergence_nats"}
     assert missing <= {f"sglang_ext:{name}" for name in rare}
     assert len(wanted) > 30
+
+
+def test_traces_have_the_spans_of_all_powers(sides: dict[str, Side], collected: Collector) -> None:
+    """Runs behind the tests that use every power. SGLang's own spans contain ours."""
+    del sides
+    stages = ("tiers_load", "restore", "chunks_link", "clusters_open", "swap_out", "swap_in")
+    wanted = {f"ext_{stage}" for stage in (*stages, "peer_read")}
+    until(lambda: wanted <= {span.name for span in collected.spans}, within=60)
+    assert all(each["lent_tokens"] > 0 for each in collected.attributes("ext_peer_read"))
+    assert any(each.get("ssd", 0) > 0 for each in collected.attributes("ext_restore"))
+    ids = {span.span_id for span in collected.spans if not span.name.startswith("ext_")}
+    assert {span.parent_span_id for span in collected.spans if span.name in wanted} <= ids
