@@ -721,6 +721,29 @@ TABLES: dict[str, Table] = {
             ),
         ],
     ),
+    "clusters-quality": Table(
+        "clusters-quality",
+        "attention",
+        {
+            "dense": {"system": "dense"},
+            "stored, reads a twentieth": {"system": "0.05"},
+            "stored, reads a tenth": {"system": "0.1"},
+            "stored, reads a quarter": {"system": "0.25"},
+        },
+        [
+            *(
+                Column(
+                    f"{title} {length:,} tokens".strip(), key, form(0, " %", 100),
+                    {"what": f"quality, needle in {length} tokens"},
+                )
+                for length in (2048, 4096)
+                for title, key in (("found in", "score"), ("from, in", "low"), ("to, in", "high"))
+            ),
+            Column(
+                "F1 of questions", "score", form(3), {"what": "quality, questions about documents"}
+            ),
+        ],
+    ),
     "demo": Table(
         "demo",
         "`sgl-ext demo`",
