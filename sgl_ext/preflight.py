@@ -26,6 +26,8 @@ from sgl_ext.planning.profile import PROFILES, known
 Verdict = Literal["ok", "note", "fail"]
 
 _LEAST_SHARED_MEMORY = 64 << 20
+_DATABASE_BYTES = 1 << 16
+"""Bytes that a new database takes."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def _sections(config: ExtConfig) -> Iterator[Check]:
             for directory in section.directories:
                 yield _ssd_directory(name, directory, 0)
         if isinstance(section, Chunks) and section.directory is not None:
-            yield _directory(name, section.directory)
+            yield _database_directory(name, section.directory)
         if isinstance(section, Peer):
             yield _peer_directory(section)
 
@@ -222,6 +224,24 @@ def _directory(section: str, directory: Path) -> Check:
     return Check(name, "ok", "can be written")
 
 
+def _database_directory(section: str, directory: Path) -> Check:
+    """Checks that files can be written: an SSD directory may be full, the one of a database not."""
+    found = _directory(section, directory)
+    if found.verdict != "ok":
+        return found
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, _DATABASE_BYTES)
+    except OSError as error:
+        return Check(
+            found.name,
+            "fail",
+            f"cannot be written: {error.strerror}",
+            "free some space, or choose another",
+        )
+    return found
+
+
 def _ssd_directory(section: str, directory: Path, capacity: int) -> Check:
     found = _directory(section, directory)
     if found.verdict != "ok":
@@ -275,5 +295,5 @@ def _found_and_todo(message: str) -> tuple[str, str]:
 
 
 def gib(size: int) -> str:
-    """Returns ``size`` bytes as text, in GiB."""
-    return f"{size / (1 << 30):.1f} GiB"
+    """Returns ``size`` bytes as text, in GiB, or in MiB if it is less than one."""
+    return f"{size / (1 << 20):.0f} MiB" if size < 1 << 30 else f"{size / (1 << 30):.1f} GiB"

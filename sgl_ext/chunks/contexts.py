@@ -6,7 +6,7 @@ import heapq
 import logging
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -95,6 +95,11 @@ class Contexts:
     """Interned prefixes of contexts. Prefixes are long and most contexts share one."""
     _sharing: Counter[tuple[int, ...]] = field(default_factory=Counter)
     """Number of contexts with each prefix."""
+    _unkept: set[str] = field(default_factory=set)
+    """Ids of the contexts that the keeper does not have."""
+    _changed: dict[str, Context | None] = field(default_factory=dict)
+    """Contexts that were changed or removed since :meth:`take_changes`, as they were before, and
+    None for new ones; only those of the keeper."""
     tokens: int = field(default=0, init=False)
     """Number of tokens of all contexts, prefixes not included."""
 
@@ -161,6 +166,9 @@ class Contexts:
         )  # fmt: skip
         if keep and self.keeper is not None:
             self.keeper.add(context, ttl)
+        else:
+            self._unkept.add(id_)
+        self._note(id_, None)
         context = self._insert(context)
         self._evict()
         return context
@@ -233,9 +241,10 @@ class Contexts:
         if self.keeper is not None:
             left = None if context.expires is None else context.expires - self.clock()
             self.keeper.update(replace(context, pinned=pinned), left)
-        return self.mark(id_, pinned=pinned)
+        self._note(id_, context)
+        return self._mark(id_, pinned=pinned)
 
-    def mark(self, id_: str, *, pinned: bool) -> Context:
+    def _mark(self, id_: str, *, pinned: bool) -> Context:
         """Pins or unpins a context in the registry only, and marks it as used."""
         context = self._contexts[id_] = replace(self._contexts[id_], pinned=pinned)
         self._contexts.move_to_end(id_)
@@ -254,7 +263,34 @@ class Contexts:
         context = self.get(id_, salt)
         if self.keeper is not None:
             self.keeper.remove(id_)
-        self.forget(context.id)
+        self._note(id_, context)
+        self._forget(id_)
+
+    def take_changes(self) -> dict[str, Context | None]:
+        """Returns the changes of kept contexts since the last call, for :meth:`undo`."""
+        changed, self._changed = self._changed, {}
+        return changed
+
+    def undo(self, changes: Mapping[str, Context | None]) -> None:
+        """Undoes changes in the registry, because the keeper has undone them.
+
+        Contexts that were removed are the least recently used ones again.
+        """
+        for id_, before in reversed([*changes.items()]):
+            if id_ in self._contexts and before is not None:
+                self._mark(id_, pinned=before.pinned)
+            elif id_ in self._contexts:
+                self._forget(id_)
+            elif before is not None:
+                self._insert(before)
+                self._contexts.move_to_end(id_, last=False)
+                if not before.pinned:
+                    self._unpinned.move_to_end(id_, last=False)
+
+    def _note(self, id_: str, before: Context | None) -> None:
+        """Notes what a kept context was before a change."""
+        if self.keeper is not None and id_ not in self._unkept:
+            self._changed.setdefault(id_, before)
 
     def _expire(self) -> None:
         now = self.clock()
@@ -269,16 +305,18 @@ class Contexts:
 
     def _drop(self, id_: str) -> None:
         """Removes a context that has expired or is beyond the limit."""
-        self.forget(id_)
+        self._note(id_, self._contexts[id_])
+        self._forget(id_)
         if self.keeper is not None:
             try:
                 self.keeper.remove(id_)
             except ExtError as error:
                 logger.warning("context %s is not used any more: %s", id_, error)
 
-    def forget(self, id_: str) -> None:
+    def _forget(self, id_: str) -> None:
         """Removes a context from the registry only."""
         context = self._contexts.pop(id_)
+        self._unkept.discard(id_)
         self._unpinned.pop(id_, None)
         self.tokens -= len(context.tokens)
         self._sharing[context.before] -= 1

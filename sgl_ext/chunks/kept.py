@@ -157,5 +157,6 @@ class KeptContexts:
 
     def _unwritten(self, error: sqlite3.Error) -> ExtError:
         return ExtError(
-            f"contexts cannot be kept in {self._path}: {error}; check the device and its free space"
+            f"contexts cannot be kept on disk (chunks.directory): {error}; check the device and "
+            "its free space"
         )

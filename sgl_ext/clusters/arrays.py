@@ -19,8 +19,6 @@ import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from sgl_ext.errors import ExtError, reason_of
 from sgl_ext.own_files import open_own
@@ -31,6 +29,7 @@ _READ = 1 << 30
 """Largest size of one read, in bytes."""
 _DTYPES = {"U8": "|u1", "U16": "<u2", "I32": "<i4", "F32": "<f4", "I64": "<i8", "U64": "<u8"}
 """Dtypes that can be read, by their name in safetensors."""
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 Arrays = dict[str, NDArray[Any]]
 Shapes = Mapping[str, tuple[type[np.generic], tuple[int, ...]]]
@@ -71,15 +70,24 @@ def save(arrays: Arrays, path: Path, about: msgspec.Struct) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    # Written here, because the library writes to a temporary file of its own, which stays if the
+    # process is killed, and hides the system's error.
+    ordered = sorted(arrays.items(), key=lambda each: -each[1].itemsize)  # so that all are aligned
+    contiguous = {name: np.ascontiguousarray(array) for name, array in ordered}
     digests = {name: _digest(array) for name, array in contiguous.items()}
-    header = {"version": VERSION, "about": about, "digests": digests}
-    text = msgspec.json.encode(header).decode()
-    try:
-        save_file(contiguous, path, metadata={"sgl_ext": text, "digest": _digest_of(text)})
+    text = msgspec.json.encode({"version": VERSION, "about": about, "digests": digests}).decode()
+    header: dict[str, object] = {"__metadata__": _Metadata(text, _digest_of(text))}
+    at = 0
+    for name, array in contiguous.items():
+        offsets = at, (at := at + array.nbytes)
+        header[name] = _Tensor(_NAMES[array.dtype.str], array.shape, offsets)
+    raw = msgspec.json.encode(header)
+    raw += b" " * (-len(raw) % 8)
+    with path.open("wb") as file:
         path.chmod(0o600)
-    except SafetensorError as error:  # it hides the system's error
-        raise OSError(f"{path.name}: {error}") from None
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for array in contiguous.values():
+            file.write(array.reshape(-1).view(np.uint8).data)
 
 
 def load(path: Path, kind: type[About], shapes: Callable[[About], Shapes]) -> tuple[Arrays, About]:

@@ -5,11 +5,11 @@ It takes seconds to minutes of computation, so it runs in a process separate fro
 
 from __future__ import annotations
 
+import errno
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from sgl_ext._native import _clusters
 from sgl_ext.clusters.arrays import Arrays, save
 from sgl_ext.clusters.codes import Codes
+from sgl_ext.clusters.files import no_room
 from sgl_ext.clusters.paths import index_file, scratch_of
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options, Profile
-from sgl_ext.clusters.recorded import Recorded, RecordedLayer
+from sgl_ext.clusters.recorded import Geometry, Recorded, RecordedLayer
 from sgl_ext.clusters.stored import (
     About,
     Layer,
@@ -65,18 +66,15 @@ def build(
     geometry, tokens = recorded.geometry, len(recorded.tokens)
     options = options or Options()
     if base is None:
-        options = options.fitted(tokens, options.block or Blocks.fitting(geometry.entry_bytes))
-        about = About(
-            geometry, tokens, options.sinks, options.window, len(directories), options.subspaces,
-            tokens - options.sinks - options.window, recorded.salt, copies,
-            block=options.block,
-        )  # fmt: skip
+        about = new_about(
+            geometry, tokens, options, len(directories), salt=recorded.salt, copies=copies
+        )
         shared: tuple[Path, ...] = ()
     else:
         about = base.about.continued(tokens, options.window)
-        options = replace(options, sinks=about.sinks, window=about.window)
         shared = base.files[: _shared(base.about, about) * about.devices]
         require_no_loss(base.name, base.lost)
+    options = replace(options, sinks=about.sinks, window=about.window)
     blocks = about.blocks
     indexes = [index_file(directory, name) for directory in directories[: about.copies]]
     new: list[Path] = []
@@ -103,11 +101,16 @@ def build(
                 f"cannot store the context: its index has {wrong}; serve the model with another "
                 "--dtype"
             )
-        for index in indexes:
+        for device, index in enumerate(indexes):
             with scratch_of(index).open("xb"):
                 new.append(scratch_of(index))
-            save(arrays, scratch_of(index), about)
-            _sync(scratch_of(index))
+            try:
+                save(arrays, scratch_of(index), about)
+                _sync(scratch_of(index))
+            except OSError as error:
+                if error.errno == errno.ENOSPC:
+                    raise no_room(device, index.parent, about.index_bytes, error) from None
+                raise
         for directory in directories:
             _sync(directory)
         for index in reversed(indexes):
@@ -116,12 +119,34 @@ def build(
             _sync(index.parent)
     except BaseException as error:
         for path in reversed(new):
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # the next start of a server removes it
+                path.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise ExtError(
                 f"cannot store the context: {reason_of(error)}; check the devices"
             ) from None
         raise
+
+
+def new_about(
+    geometry: Geometry,
+    tokens: int,
+    options: Options,
+    devices: int,
+    *,
+    salt: str | None,
+    copies: int,
+) -> About:
+    """Returns the description of a context that continues no other one.
+
+    Raises:
+        ExtError: The context is too short to be stored.
+    """
+    fitted = options.fitted(tokens, options.block or Blocks.fitting(geometry.entry_bytes))
+    return About(
+        geometry, tokens, fitted.sinks, fitted.window, devices, fitted.subspaces,
+        tokens - fitted.sinks - fitted.window, salt, copies, block=fitted.block,
+    )  # fmt: skip
 
 
 def _sync(path: Path) -> None:
@@ -137,12 +162,7 @@ def _allocate(file: BinaryIO, device: int, directory: Path, size: int) -> None:
     try:
         os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
-        free = shutil.disk_usage(directory).free
-        raise ExtError(
-            f"device {device} has not enough free space: the context needs {size:,} B, {free:,} B "
-            f"are free ({error.strerror}); delete contexts, or configure larger or more "
-            "directories"
-        ) from None
+        raise no_room(device, directory, size, error) from None
 
 
 def _shared(base: About, about: About) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -104,6 +105,16 @@ def names(directories: Sequence[Path]) -> list[str]:
         with suppress(OSError):  # the other one may have them
             found |= {path.name.removesuffix(INDEX) for path in directory.glob(f"*{INDEX}")}
     return sorted(name for name in found if _NAME.fullmatch(name))
+
+
+def no_room(device: int, directory: Path, needed: int, error: OSError | None = None) -> ExtError:
+    """Returns the error for a device that has no room for ``needed`` bytes of a context."""
+    free = shutil.disk_usage(directory).free
+    why = "" if error is None else f" ({error.strerror})"
+    return ExtError(
+        f"device {device} has not enough free space: the context needs {needed:,} B, {free:,} B "
+        f"are free{why}; delete contexts, or configure larger or more directories"
+    )
 
 
 def remove(name: str, directories: Sequence[Path]) -> None:

@@ -12,6 +12,8 @@ PART = ".part"
 INDEX, BLOCKS, RECORDED, SCRATCH = ".index", ".blocks", ".recorded", ".tmp"
 """Suffixes of an index file, a block file, a record folder and an incomplete file or folder."""
 _FAILED = ".failed"
+RESERVED = 4096
+"""Bytes of the file that :func:`reserve_file` names."""
 
 
 def new_id(name: str = "") -> str:
@@ -46,6 +48,12 @@ def part_file(record: Path, part: str) -> Path:
 def failed_file(part: Path) -> Path:
     """Returns the path of the file that says in one line why a part of a record is missing."""
     return part.with_name(part.name + _FAILED)
+
+
+def reserve_file(record: Path) -> Path:
+    """Returns the path of a file of :data:`RESERVED` bytes, which becomes the one that says why a
+    part is missing: the device may have no room for a new one then."""
+    return record / "reserve"
 
 
 def block_file(directory: Path, name: str, device: int, extent: int = 0) -> Path:

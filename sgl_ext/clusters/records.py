@@ -38,15 +38,29 @@ def claimed(directory: Path, key: str) -> Iterator[tuple[str, Path]]:
                     return
             finally:
                 os.close(fd)
-    id_ = new_id()
-    make_own_folder(folder := record_folder(directory, id_))
-    fd = open_own(folder / _KEY)
+    folder = record_folder(directory, id_ := new_id())
+    fd = _made(folder, key)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        os.write(fd, key.encode())
         yield id_, folder
     finally:
         os.close(fd)
+
+
+def _made(folder: Path, key: str) -> int:
+    """Makes and locks a record; leaves nothing if the device has no room for it."""
+    try:
+        make_own_folder(folder)
+        fd = open_own(folder / _KEY)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            os.write(fd, key.encode())
+        except BaseException:
+            os.close(fd)
+            raise
+    except OSError:
+        remove_record(folder)
+        raise
+    return fd
 
 
 def expire(directory: Path, seconds: float) -> None:

@@ -7,6 +7,7 @@ blocks, and codes of its keys.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -115,6 +116,13 @@ class About(msgspec.Struct, frozen=True):
         fitted = middle if middle >= _REFITTED * self.fitted else self.fitted
         return msgspec.structs.replace(
             self, tokens=tokens, window=tokens - self.sinks - middle, fitted=fitted, later=later
+        )
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the arrays of the index, without its header."""
+        return sum(
+            math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in self.shapes().values()
         )
 
     def shapes(self) -> Shapes:

@@ -218,6 +218,7 @@ class SsdTier:
                 capacity=sum(one.limit for one in slots),
                 evicted=sum(one.evictions for one in slots),
                 failures=dict(+self._failures),
+                directories={str(one.directory): one.state for one in self._volumes},
             )
 
     def close(self) -> None:
@@ -319,7 +320,7 @@ class SsdTier:
         if reason is not None or batch.volume.dead:
             self._failures[label(reason)] += len(batch.rows)
             if isinstance(reason, OSError) and reason.errno in FULL:
-                slots.release_unbacked(batch.slots.tolist(), time.monotonic())
+                batch.volume.ran_full(batch.slots.tolist())
             else:
                 slots.release(batch.slots.tolist())
             return False

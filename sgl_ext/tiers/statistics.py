@@ -31,6 +31,9 @@ class TierReport(TypedDict):
     available: bool
     failures: dict[str, int]
     """Pages that could not be loaded or stored, by reason."""
+    directories: dict[str, str]
+    """State of each directory of an SSD tier; see
+    :attr:`~sgl_ext.tiers.volume.VolumeStatistics.state`."""
 
 
 def describe(stack: TierStack) -> dict[str, TierReport]:
@@ -50,6 +53,7 @@ def describe(stack: TierStack) -> dict[str, TierReport]:
             queue_depth=stack.stores.in_progress,
             available=stack.enabled,
             failures={"no_room": host.refused} if host.refused else {},
+            directories={},
         )
     }
     for at, lower in enumerate(stack.lower, 1):
@@ -79,4 +83,5 @@ def _report(lower: LowerTier, stack: TierStack, missed: int) -> TierReport:
         queue_depth=lower.under_way,
         available=lower.tier.available and stack.enabled,
         failures=statistics.failures,
+        directories=statistics.directories,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -86,6 +86,8 @@ class TierStatistics:
     """Pages evicted so far; 0 if unknown."""
     failures: dict[str, int]
     """Pages that could not be loaded or stored, by reason (``EIO``, ``checksum``...)."""
+    directories: dict[str, str] = field(default_factory=dict)
+    """State of each directory that the tier has, by its path."""
 
 
 def leading(mask: NDArray[np.bool_]) -> int:

@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +93,7 @@ class Volume:
         self._engine = engine
         self._deadline = deadline
         self._failures_in_a_row = 0
+        self._told_full = False
         self._tickets: set[Ticket] = set()
         self._settled = 0  # bytes of the tickets that have ended
         self._moved, self._since = 0, time.monotonic()
@@ -229,6 +230,16 @@ class Volume:
         logger.error("%s is disabled: %s, then restart the server", self.directory, why)
         return lost
 
+    def ran_full(self, slots: Sequence[int]) -> None:
+        """Frees slots that the file system had no room for. With the lock held."""
+        self.slots.release_unbacked(slots, time.monotonic())
+        if not self._told_full:
+            self._told_full = True  # once, because the file system may stay full
+            logger.warning(
+                "the file system of %s is full: the tier keeps %d pages there of at most %d until "
+                "there is space", self.directory, len(self.slots.index), self.slots.limit,
+            )  # fmt: skip
+
     def succeeded(self) -> None:
         """Records that a batch has succeeded. With the lock held."""
         self._failures_in_a_row = 0
@@ -248,17 +259,20 @@ class Volume:
             "check the device and its file system"
         )
 
+    @property
+    def state(self) -> str:
+        """State, as in :attr:`VolumeStatistics.state`. With the lock held."""
+        if self.dead:
+            return "dead"
+        if self.stalled():
+            return "stalled"
+        return "full" if self.slots.full(time.monotonic()) else "ok"
+
     def statistics(self) -> VolumeStatistics:
         """Returns the state and the totals of the volume. With the lock held."""
-        if self.dead:
-            state = "dead"
-        elif self.stalled():
-            state = "stalled"
-        else:
-            state = "full" if self.slots.full(time.monotonic()) else "ok"
         return VolumeStatistics(
             str(self.directory),
-            state,
+            self.state,
             len(self.slots.index),
             self.slots.limit,
             self.bytes_read,

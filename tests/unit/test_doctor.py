@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -178,6 +179,19 @@ def test_the_directory_of_chunks_is_checked(tmp_path: Path) -> None:
         config = load({"chunks": {"directory": str(place)}})
         verdicts = {check.name: check for check in doctor.examine(config)}
         assert verdicts[f"chunks directory {place}"].found == found
+
+
+def test_a_full_directory_of_chunks_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    config = load({"chunks": {"directory": str(tmp_path)}})
+    (check,) = [each for each in doctor.examine(config) if each.name.startswith("chunks directory")]
+    assert (check.verdict, check.found) == ("fail", "cannot be written: No space left on device")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root writes anywhere")

@@ -126,7 +126,7 @@ def router(service: ContextService) -> APIRouter:
 
     @routes.delete("/{id_:path}")
     async def delete(id_: str, cache_salt: str | None = None) -> dict[str, object]:
-        service.delete(id_, cache_salt)
+        await service.delete(id_, cache_salt)
         return {"deleted": id_}
 
     @routes.post("/{id_:path}/pin")

@@ -70,7 +70,7 @@ class EngineContexts:
 
     def delete(self, id_: str) -> None:
         """Deletes a context; requests that already link it continue."""
-        self._service.delete(id_, self._salt)
+        self._run(self._service.delete(id_, self._salt))
 
     def prompt(self, *parts: str | ContextInfo) -> str:
         """Returns the prompt for ``engine.generate`` of these texts and contexts, in this order."""

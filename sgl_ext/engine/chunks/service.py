@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -162,62 +163,66 @@ class ContextService(Front):
         if prefix:  # prompts then find the KV of their prefix, whatever their first chunk is
             await self._preparation.prefill(lead, None, salt)
         recompute = await self._preparation.prepare_all(how, lead, before, tokens, salt, tell)
-        made: list[Context] = []
-        async with self._keeping:
-            try:
-                self._require_unpinned(len(chunks))  # others may have been pinned meanwhile
-                for chunk, ids, text, again in zip(chunks, tokens, before, recompute, strict=True):
-                    made.append(
-                        self.contexts.create(
-                            ids,
-                            method=str(how),
-                            text=chunk if isinstance(chunk, str) else None,
-                            before=text,
-                            recompute=again,
-                            blend=how.amount if how.recompute is Recompute.BLEND else 0,
-                            query=how.amount if how.recompute is Recompute.QUERY else 0,
-                            salt=salt,
-                            ttl=ttl,
-                            keep=salt != SALT,
-                        )
-                    )
-                if self._kept is not None:
-                    await self._read(self._kept.commit)
-            except ExtError:
-                if self._kept is not None:
-                    self._kept.undo()
-                for context in made:
-                    if context.id in self.contexts:
-                        self.contexts.forget(context.id)
-                raise
+        async with self._change():
+            self._require_unpinned(len(chunks))  # others may have been pinned meanwhile
+            made = [
+                self.contexts.create(
+                    ids,
+                    method=str(how),
+                    text=chunk if isinstance(chunk, str) else None,
+                    before=text,
+                    recompute=again,
+                    blend=how.amount if how.recompute is Recompute.BLEND else 0,
+                    query=how.amount if how.recompute is Recompute.QUERY else 0,
+                    salt=salt,
+                    ttl=ttl,
+                    keep=salt != SALT,
+                )
+                for chunk, ids, text, again in zip(chunks, tokens, before, recompute, strict=True)
+            ]
         if (warning := self.warning) is not None:
             logger.warning("sgl_ext: %s", warning)
         return made
 
-    def delete(self, id_: str, salt: str | None) -> None:
+    async def delete(self, id_: str, salt: str | None) -> None:
         """Deletes a context; see :meth:`Contexts.delete`."""
-        self.contexts.delete(id_, salt)
-        if self._kept is not None:
-            self._kept.commit()
+        async with self._change():
+            self.contexts.delete(id_, salt)
 
     async def pin(self, id_: str, salt: str | None, *, pinned: bool) -> Context:
         """Pins or unpins a context, and returns it; see :meth:`Contexts.pin`.
 
         The KV of a context that is pinned is computed in the background, unless it is there.
         """
-        async with self._keeping:
-            before = self.contexts.get(id_, salt).pinned
+        async with self._change():
             context = self.contexts.pin(id_, salt, pinned=pinned)
-            try:
-                if self._kept is not None:
-                    await self._read(self._kept.commit)
-            except ExtError:
-                if id_ in self.contexts:
-                    self.contexts.mark(id_, pinned=before)
-                raise
         if pinned:
             self.renewal.renew(context)
         return context
+
+    @asynccontextmanager
+    async def _change(self) -> AsyncIterator[None]:
+        """Surrounds a change of the contexts: keeps it in the database, or undoes all of it.
+
+        Raises:
+            ExtError: the change cannot be kept.
+        """
+        async with self._keeping:
+            if self._kept is None:
+                yield
+                return
+            try:
+                yield
+            except BaseException:
+                self._kept.undo()
+                self.contexts.undo(self.contexts.take_changes())
+                raise
+            changes = self.contexts.take_changes()
+            try:
+                await self._read(self._kept.commit)
+            except ExtError:
+                self.contexts.undo(changes)
+                raise
 
     def _passages(self, tokens: Sequence[Sequence[int]], salt: str | None) -> list[tuple[int, ...]]:
         """Returns the passages that chunks are primed with: of these chunks, then of the tenant's.

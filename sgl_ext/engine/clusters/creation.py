@@ -179,11 +179,16 @@ class StoredCreation:
                 with storing(self._folders[0]), claimed(
                     self._folders[0], self._key(tokens, salt, base)
                 ) as (one.id, record):  # fmt: skip
+                    behind = 0 if known is None else known.tokens
+                    await loop.run_in_executor(
+                        self._reading, self._limits.require_room,
+                        behind + len(tokens), known, record,
+                    )  # fmt: skip
                     async with self._computing:
                         await Recording(
                             self._manager, self.requests, record, one.id, salt, self._largest,
                             lambda done: one.reached(f"computing {done}/{len(tokens)}"),
-                            base, 0 if known is None else known.tokens,
+                            base, behind,
                         ).record(tokens)  # fmt: skip
                     async with self._building:
                         yield one, record
@@ -209,10 +214,16 @@ class StoredCreation:
         What was computed is kept if storing was interrupted and did not fail.
         """
         record = record_folder(self._folders[0], id_)
-        if isinstance(error, _INTERRUPTED) and any(record.glob(f"*{PART}")):
-            remove_blocks(id_, self._folders)
-        else:
-            remove(id_, self._folders)
+        try:
+            if isinstance(error, _INTERRUPTED) and any(record.glob(f"*{PART}")):
+                remove_blocks(id_, self._folders)
+            else:
+                remove(id_, self._folders)
+        except OSError as failed:
+            logger.warning(
+                "files of context %s, which is not stored, cannot be removed until a server "
+                "starts: %s", id_, reason_of(failed),
+            )  # fmt: skip
 
     def _base(self, id_: str | None, salt: str | None) -> About | None:
         """Returns the description of a context that is to be continued; None if there is none.

@@ -6,8 +6,13 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from sgl_ext.clusters.placement import Blocks
+import numpy as np
+
+from sgl_ext.clusters.build import new_about
+from sgl_ext.clusters.files import no_room
+from sgl_ext.clusters.paths import PART
 from sgl_ext.clusters.profile import Options
+from sgl_ext.clusters.recorded import Geometry
 from sgl_ext.clusters.records import KEPT_S, expire
 from sgl_ext.clusters.stored import About
 from sgl_ext.engine.clusters.recording import ROOM
@@ -26,9 +31,7 @@ class Limits:
         folders: folder of contexts in each directory.
         most: maximum number of tokens of a context.
         copies: copies of each block of new contexts.
-        layers: number of layers of the model.
-        entry_bytes: bytes of K and V of a token in one layer.
-        query_bytes: bytes of the queries of a token in one layer, in float32.
+        geometry: geometry of the model's KV.
     """
 
     def __init__(
@@ -38,13 +41,10 @@ class Limits:
         *,
         most: int,
         copies: int,
-        layers: int,
-        entry_bytes: int,
-        query_bytes: int,
+        geometry: Geometry,
     ) -> None:
         self._manager, self._folders, self._most = manager, folders, most
-        self._copies, self._layers = copies, layers
-        self._entry_bytes, self._query_bytes = entry_bytes, query_bytes
+        self._copies, self._geometry = copies, geometry
 
     def tokens_of(self, text: str | Sequence[int], base: About | None) -> list[int]:
         """Returns the token ids of a text that can be stored.
@@ -54,8 +54,7 @@ class Limits:
             base: description of the stored context that the text continues, if any.
 
         Raises:
-            ExtError: there are too many tokens, too few, or some beyond the vocabulary, or the
-                devices have no room.
+            ExtError: there are too many tokens, too few, or some beyond the vocabulary.
         """
         behind = 0 if base is None else base.tokens
         if len(text) > self._most * (_WIDEST_TOKEN if isinstance(text, str) else 1):
@@ -76,7 +75,7 @@ class Limits:
             raise self._too_long(f"the context has {behind + len(tokens)} tokens")
         if not tokens:
             raise ExtError("the text has no tokens; give a text that continues the context")
-        self._require_room(behind + len(tokens), base)
+        self._described(behind + len(tokens), base)
         return tokens
 
     def _too_long(self, what: str) -> ExtError:
@@ -85,27 +84,44 @@ class Limits:
             "context: store a shorter context"
         )
 
-    def _require_room(self, tokens: int, base: About | None) -> None:
-        """Raises ExtError if ``tokens`` are too few to be stored, or too many for a device."""
-        devices = len(self._folders)
-        if base is None:
-            options = Options().fitted(tokens, Blocks.fitting(self._entry_bytes))
-            middle = tokens - options.sinks - options.window
-            blocks = Blocks(middle, self._entry_bytes, devices, self._layers, self._copies)
-            new, recorded = True, tokens
-        else:
-            blocks = base.continued(tokens, Options().window).blocks
-            new, recorded = blocks.entries > base.blocks.entries, tokens - base.tokens
+    def require_room(self, tokens: int, base: About | None, record: Path) -> None:
+        """Checks that the devices have room for a context, and for the rest of its record.
+
+        Removes interrupted records that are old, or all others where there is no room.
+
+        Args:
+            tokens: number of tokens of the context.
+            record: folder of its record, which may have parts already.
+
+        Raises:
+            ExtError: a device has no room.
+        """
+        about, geometry, devices = self._described(tokens, base), self._geometry, len(self._folders)
+        blocks = about.blocks
+        new = base is None or blocks.entries > base.blocks.entries
         last = blocks.file_bytes[-devices:] if new else (0,) * devices
-        record = self._layers * (recorded * self._entry_bytes + ROOM * self._query_bytes)
+        recorded = tokens - (0 if base is None else base.tokens)
+        queries = ROOM * geometry.heads * geometry.head_dim * np.dtype(np.float32).itemsize
+        parts = geometry.layers * (recorded * geometry.entry_bytes + queries)
+        parts -= sum(each.stat().st_size for each in record.glob(f"*{PART}"))
         expire(self._folders[0], KEPT_S)
         for at, folder in enumerate(self._folders):
-            needed = last[at] + (0 if at else record)
+            needed = last[at] + (0 if at else max(parts, 0))
+            needed += about.index_bytes if at < about.copies else 0
             if shutil.disk_usage(folder).free < needed:
                 expire(self._folders[0], 0)
-            if (free := shutil.disk_usage(folder).free) < needed:
-                raise ExtError(
-                    f"device {at} has not enough free space: the context needs {needed:,} B, "
-                    f"{free:,} B are free; delete contexts, or configure larger or more "
-                    "directories"
-                )
+                if shutil.disk_usage(folder).free < needed:
+                    raise no_room(at, folder, needed)
+
+    def _described(self, tokens: int, base: About | None) -> About:
+        """Returns the description of a context of so many tokens.
+
+        Raises:
+            ExtError: there are too few to be stored.
+        """
+        options = Options()
+        if base is not None:
+            return base.continued(tokens, options.window)
+        return new_about(
+            self._geometry, tokens, options, len(self._folders), salt=None, copies=self._copies
+        )

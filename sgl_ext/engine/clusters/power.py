@@ -79,17 +79,20 @@ class ClustersPower(Power[Clusters]):
         return {**super().attention(), Property.FOLLOWERS: self.name}
 
     def serve(self, app: FastAPI, manager: TokenizerManager, info: Mapping[str, Any]) -> Front:
+        from sgl_ext.clusters.recorded import Geometry
         from sgl_ext.engine.clusters import api
         from sgl_ext.engine.clusters.service import StoredService
         from sgl_ext.engine.core.activation import REPORT_KEY
 
         memory, model = info[REPORT_KEY]["memory"], manager.model_config
+        head_dim = memory["head_dim"]
+        geometry = Geometry(
+            memory["layers"], model.num_attention_heads, memory["kv_heads"], head_dim,
+            memory["dtype"], head_dim**-0.5, memory["fingerprint"],
+        )  # fmt: skip
         service = StoredService(
             manager, self.section, pool=info["max_total_num_tokens"],
-            in_parts=not memory["on_device"], fingerprint=memory["fingerprint"],
-            layers=memory["layers"],
-            entry_bytes=memory["block_bytes"] // memory["page"] // memory["layers"],
-            query_bytes=4 * model.num_attention_heads * model.head_dim,
+            in_parts=not memory["on_device"], geometry=geometry,
         )  # fmt: skip
         api.install(app, service)
         return service

@@ -20,7 +20,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sgl_ext.clusters.paths import failed_file, part_file, record_folder, scratch_of
+from sgl_ext.clusters.paths import (
+    RESERVED,
+    failed_file,
+    part_file,
+    record_folder,
+    reserve_file,
+    scratch_of,
+)
 from sgl_ext.clusters.recorded import Geometry, Part
 from sgl_ext.engine.clusters.parameters import IsRecorded
 from sgl_ext.engine.kv.indices import Download
@@ -222,12 +229,14 @@ class Recorder:
         folder = record_folder(self._directory, asked.id)
         path = part_file(folder, asked.part)
         scratch = scratch_of(path)
+        needed = kv.nbytes
         try:
             queries = np.empty((geometry.layers, 0, geometry.heads, geometry.head_dim), np.float32)
             if one.layers:
                 queries = torch.stack(
                     [torch.cat([each.tensor() for each in layer]) for layer in one.layers]
                 ).numpy()
+            needed += queries.nbytes
             part = Part(
                 geometry, asked.start, tokens, [*kv], queries, np.array(one.seen, np.int64),
                 asked.salt,
@@ -237,10 +246,27 @@ class Recorder:
         except Exception as error:  # an exception in this thread would be lost
             if not folder.exists():
                 return  # nobody waits for the record any more
-            logger.exception("cannot write the record of a context")
-            scratch.unlink(missing_ok=True)
+            why = self._why(error, needed)
+            logger.error(
+                "cannot write the record of a context: %s", why,
+                exc_info=not isinstance(error, OSError),
+            )  # fmt: skip
             with suppress(OSError):
-                failed_file(path).write_text(self._why(error, kv.nbytes))
+                scratch.unlink(missing_ok=True)
+            self._tell(path, why)
+
+    def _tell(self, part: Path, why: str) -> None:
+        """Says why a part is missing, in the space that was reserved for it."""
+        reserve = reserve_file(part.parent)
+        try:
+            with suppress(FileNotFoundError):  # another part has used it
+                text = why.encode()[:RESERVED]
+                with reserve.open("r+b") as file:
+                    file.write(text)
+                    file.truncate(len(text))
+                reserve.rename(failed_file(part))
+        except OSError as error:
+            logger.error("cannot say why a part of a record is missing: %s", error.strerror)
 
     def _why(self, error: Exception, needed: int) -> str:
         if not isinstance(error, OSError):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from sgl_ext.clusters.paths import failed_file, part_file
+from sgl_ext.clusters.paths import RESERVED, failed_file, part_file, reserve_file
 from sgl_ext.engine.clusters.parameters import RECORDED, IsRecorded
 from sgl_ext.engine.core.own_requests import OwnRequests, all_of
 from sgl_ext.engine.core.sglang_types import TokenizerManager
@@ -93,7 +93,9 @@ class Recording:
 
         Raises:
             ExtError: a request is rejected, aborted or preempted, or a part cannot be written.
+            OSError: the folder has no room.
         """
+        reserve_file(self._folder).write_bytes(bytes(RESERVED))
         count, each = len(tokens), part_size(len(tokens), self._largest)
         for start in range(0, count, each):
             last, first = start + each >= count, self._behind + start

@@ -10,6 +10,7 @@ import msgspec
 
 from sgl_ext.clusters.arrays import DamagedError
 from sgl_ext.clusters.files import UnknownContextError, names, own_folders, remove, require
+from sgl_ext.clusters.recorded import Geometry
 from sgl_ext.clusters.stored import About, about_of, require_files
 from sgl_ext.config import Clusters
 from sgl_ext.engine.clusters.creation import StoredCreation
@@ -47,10 +48,7 @@ class StoredService(Front):
         config: the ``clusters`` section.
         pool: tokens that the device's KV pool holds.
         in_parts: whether a context may be larger than the pool.
-        fingerprint: fingerprint of the model.
-        layers: number of layers of the model.
-        entry_bytes: bytes of K and V of a token in one layer.
-        query_bytes: bytes of the queries of a token in one layer, in float32.
+        geometry: geometry of the model's KV.
     """
 
     def __init__(
@@ -60,20 +58,14 @@ class StoredService(Front):
         *,
         pool: int,
         in_parts: bool,
-        fingerprint: str,
-        layers: int,
-        entry_bytes: int,
-        query_bytes: int,
+        geometry: Geometry,
     ) -> None:
         self._manager, self._folders = manager, own_folders(config.directories)
         most = (manager.context_len if in_parts else min(manager.context_len, pool)) - ROOM
-        limits = Limits(
-            manager, self._folders, most=most, copies=config.copies, layers=layers,
-            entry_bytes=entry_bytes, query_bytes=query_bytes,
-        )  # fmt: skip
+        limits = Limits(manager, self._folders, most=most, copies=config.copies, geometry=geometry)
         self.creation = StoredCreation(
             manager, config.directories, self._folders, pool=pool, in_parts=in_parts,
-            copies=config.copies, fingerprint=fingerprint, limits=limits,
+            copies=config.copies, fingerprint=geometry.fingerprint, limits=limits,
         )  # fmt: skip
         self._told: set[str] = set()
         """Ids of damaged contexts that have been logged."""

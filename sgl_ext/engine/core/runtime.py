@@ -178,6 +178,8 @@ class ExtRuntime:
             "page": layout.page,
             "block_bytes": layout.block_bytes,
             "layers": layout.layers,
+            "kv_heads": layout.kv_heads,
+            "head_dim": layout.head_dim,
             "dtype": layout.dtype,
             "on_device": self.slab.device is not None,
             "fingerprint": layout.fingerprint,

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
 from sgl_ext.engine.core import hooks
-from sgl_ext.engine.core.activation import carried_by
+from sgl_ext.engine.core.activation import carried_by, refuse
 from sgl_ext.engine.core.power import Answer
 from sgl_ext.engine.core.sglang_types import GenerateReqInput, ServerArgs, TokenizerManager
 from sgl_ext.engine.front import errors, openai_reports
@@ -43,7 +43,11 @@ def _serve(
     from sgl_ext.engine.core.powers import ORDER, powers_of
 
     for power in powers_of(config):
-        if (front := power.serve(app, manager, scheduler_infos[0])) is not None:
+        try:
+            front = power.serve(app, manager, scheduler_infos[0])
+        except ExtError as error:
+            refuse(error)
+        if front is not None:
             add_front(manager, front)
     app.add_middleware(openai_reports.OpenaiReports)
     # The middleware that is added last is the outermost one, and sees what the others raise.

@@ -135,8 +135,39 @@ def test_contexts_that_cannot_be_kept_are_not_created(manager: Manager, tmp_path
     (one,) = service.contexts.all()
     asyncio.run(service.create(["f"]))
     assert [each.text for each, _ in kept.all()] == ["abc", "f"]
-    service.delete(one.id, None)
+    asyncio.run(service.delete(one.id, None))
     assert [each.text for each, _ in kept.all()] == ["f"]
+    kept.close()
+
+
+def test_a_change_that_cannot_be_kept_leaves_all_contexts(manager: Manager, tmp_path: Path) -> None:
+    """A creation does not evict others either, and a deletion can be repeated."""
+    kept = KeptContexts(tmp_path, "a model")
+    service = ContextService(
+        manager, method="lego-2", limit=3, page=16, token_bytes=100, pool=1000, kept=kept
+    )
+
+    def fails() -> None:
+        kept.undo()
+        raise ExtError("the device is full")
+
+    async def scene() -> None:
+        before = await service.create(["a", "b", "c"])
+        with mock.patch.object(kept, "commit", fails):
+            with pytest.raises(ExtError, match="full"):
+                await service.create(["d", "e"])
+            with pytest.raises(ExtError, match="full"):
+                await service.delete(before[1].id, None)
+        found = service.contexts.all()
+        assert {each.id for each in found} == {each.id for each in before}
+        assert [each for each, _ in kept.all()] == before
+        assert service.contexts.find("b") == before[1]
+        await service.delete(before[1].id, None)
+        await service.create(["d", "e"])
+        assert [each.text for each in service.contexts.all()] == ["c", "d", "e"]
+        assert [each.text for each, _ in kept.all()] == ["c", "d", "e"]
+
+    asyncio.run(scene())
     kept.close()
 
 

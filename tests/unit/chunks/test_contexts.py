@@ -196,3 +196,43 @@ def test_expiry_heap_stays_small_when_contexts_are_deleted() -> None:
         contexts.delete(contexts.create((n,), method="naive", ttl=500).id)
     assert len(contexts._expiry) < 100
     assert kept.id in contexts
+
+
+class Kept:
+    """Keeper that has everything."""
+
+    def all(self) -> list[tuple[Context, float | None]]:
+        return []
+
+    def add(self, _context: Context, _ttl: float | None) -> None: ...
+
+    update = add
+
+    def remove(self, _id: str) -> None: ...
+
+
+def test_changes_are_undone_in_their_order() -> None:
+    clock = Clock()
+    contexts = Contexts(limit=10, clock=clock, keeper=Kept())
+    one, two, three = (contexts.create((n,), method="naive", text=f"{n}") for n in range(3))
+    short = contexts.create((4,), method="naive", ttl=5)
+    other = contexts.create((5,), method="naive", keep=False)
+    contexts.pin(one.id, pinned=True)
+    assert contexts.take_changes().keys() == {one.id, two.id, three.id, short.id}
+    contexts.limit = 4
+    clock.now += 6
+    contexts.pin(one.id, pinned=False)
+    made = contexts.create((6,), method="naive")
+    contexts.delete(three.id)
+    contexts.delete(other.id)
+    contexts.limit = 1
+    contexts._evict()
+    assert contexts.all() == [made]
+    contexts.undo(contexts.take_changes())
+    assert contexts.take_changes() == {}
+    contexts.limit = 10
+    assert {each.id for each in contexts.all()} == {one.id, two.id, three.id}  # short has expired
+    assert contexts.pinned == 1
+    assert contexts.get(one.id).pinned
+    assert contexts.find("1") == two
+    assert contexts.tokens == 3

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +23,7 @@ from test_cluster_fuzz import GEOMETRY, OPTIONS, TOKENS, recorded_context
 
 from sgl_ext.clusters.build import build
 from sgl_ext.clusters.files import names, own_folders
-from sgl_ext.clusters.paths import index_file
+from sgl_ext.clusters.paths import index_file, part_file
 from sgl_ext.config import Clusters, ExtConfig
 from sgl_ext.engine.clusters import creation as stored_creation
 from sgl_ext.engine.clusters import limits
@@ -79,8 +82,7 @@ def manager() -> Waiting:
 def service(manager: Waiting, directories: list[Path]) -> StoredService:
     return StoredService(
         manager, Clusters(directories=tuple(directories)), pool=5000, in_parts=True,
-        fingerprint="a model", layers=GEOMETRY.layers, entry_bytes=GEOMETRY.entry_bytes,
-        query_bytes=4 * GEOMETRY.heads * GEOMETRY.head_dim,
+        geometry=GEOMETRY,
     )  # fmt: skip
 
 
@@ -252,6 +254,37 @@ def test_full_device_is_detected_before_a_context_is_computed(
         assert answer.status_code == 400
         assert "has not enough free space" in answer.json()["error"]["message"]
     assert not manager.requests
+
+
+def test_the_reason_stays_where_files_cannot_be_removed(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def read_only(*_args: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    free = SimpleNamespace(free=10_000)
+    monkeypatch.setattr(limits.shutil, "disk_usage", lambda _path: free)
+    monkeypatch.setattr(stored_creation, "remove", read_only)
+    answer = client.post(ROUTE, json={"input_ids": [1] * 1000})
+    assert answer.status_code == 400
+    assert "has not enough free space" in answer.json()["error"]["message"]
+    assert "cannot be removed until a server starts: Read-only" in caplog.text
+
+
+def test_parts_of_a_record_that_are_there_need_no_room(
+    service: StoredService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = service.creation._limits
+    with pytest.raises(ExtError, match=r"needs ([\d,]+) B, 0 B are free") as error:
+        monkeypatch.setattr(limits.shutil, "disk_usage", lambda _path: SimpleNamespace(free=0))
+        asked.require_room(1000, None, tmp_path)
+    needed = int(error.value.args[0].partition("needs ")[2].split()[0].replace(",", ""))
+    part_file(tmp_path, "kv-0").write_bytes(bytes(4096))
+    for free, enough in ((needed - 4096, True), (needed - 4097, False)):
+        found = SimpleNamespace(free=free)
+        monkeypatch.setattr(limits.shutil, "disk_usage", lambda _path, found=found: found)
+        with nullcontext() if enough else pytest.raises(ExtError, match="has not enough"):
+            asked.require_room(1000, None, tmp_path)
 
 
 @pytest.mark.parametrize(

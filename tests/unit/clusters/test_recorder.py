@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +14,8 @@ from msgspec.structs import replace
 from test_stored import GEOMETRY
 from transfer_kit import wait_until
 
-from sgl_ext.clusters.paths import part_file, record_folder
-from sgl_ext.clusters.recorded import Recorded
+from sgl_ext.clusters.paths import RESERVED, failed_file, part_file, record_folder, reserve_file
+from sgl_ext.clusters.recorded import Part, Recorded
 from sgl_ext.engine.clusters import recorder
 from sgl_ext.engine.clusters.parameters import IsRecorded
 from sgl_ext.engine.clusters.recorder import Recorder
@@ -128,6 +130,25 @@ def test_an_interrupted_request_is_recorded_from_its_start(
     for layer in range(GEOMETRY.layers):
         recording.take(layer, torch.randn(1, GEOMETRY.heads, GEOMETRY.head_dim))
     assert not recording.ended("a", range(TOKENS), torch.arange(3, 3 + TOKENS))
+
+
+def test_the_reason_is_written_where_the_device_has_no_room(
+    recording: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_part: Part, path: Path) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Part, "save", full)
+    folder = record_folder(tmp_path, ASKED.id)
+    reserve_file(folder).write_bytes(bytes(RESERVED))
+    assert compute(recording)
+    failed = failed_file(part_file(folder, ASKED.part))
+    assert wait_until(failed.exists, 10)
+    said = failed.read_text()
+    assert said.startswith("No space left on device: the record is written to device 0 first")
+    assert said.endswith("larger first directory")
+    assert [*folder.iterdir()] == [failed]
 
 
 @pytest.mark.parametrize("fails", ["queries", "KV"])

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 from numpy.typing import NDArray
+from safetensors.numpy import load_file
 
 from sgl_ext.clusters.activations import attention_mass, log_sum
 from sgl_ext.clusters.build import build
@@ -291,6 +292,43 @@ def test_short_writes_are_continued(
     build(recorded_context(), "b", directories, OPTIONS)
     for at, each in enumerate(directories):
         assert block_file(each, "b", at).read_bytes() == found[at]
+
+
+def test_a_device_without_room_for_the_index_is_named(
+    directories: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("sgl_ext.clusters.build.save", full)
+    with pytest.raises(ExtError, match=r"^device 0 has not enough free space: the context needs"):
+        build(recorded_context(), "a", directories, OPTIONS)
+    assert not [path for each in directories for path in each.iterdir()]
+
+
+def test_the_size_of_an_index_is_known_before_it_is_written(directories: list[Path]) -> None:
+    """It is a safetensors file, and nothing else is written beside it."""
+    build(recorded_context(), "a", directories, OPTIONS)
+    path = index_file(directories[0], "a")
+    arrays = load_file(path)
+    about = Stored.open("a", directories, GEOMETRY).about
+    assert sum(each.nbytes for each in arrays.values()) == about.index_bytes
+    assert {name: (each.dtype, each.shape) for name, each in arrays.items()} == about.shapes()
+    assert 0 < path.stat().st_size - about.index_bytes < 4096
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("at", ["open_own", "os.write"])
+def test_a_record_that_cannot_be_made_leaves_nothing(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(at if at == "os.write" else f"sgl_ext.clusters.records.{at}", full)
+    with pytest.raises(OSError, match="No space"), claimed(tmp_path, "a key"):
+        pass
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("at", ["allocate", "write", "index"])

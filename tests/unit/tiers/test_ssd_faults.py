@@ -228,6 +228,7 @@ def test_a_full_file_system_evicts_until_it_has_room_again(
     small: Path,
     backend: str,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     (small / "others").write_bytes(bytes(512 << 10))
     tier = SsdTier(host, engine, [small], 1 << 20, backend=backend)
@@ -236,7 +237,9 @@ def test_a_full_file_system_evicts_until_it_has_room_again(
     assert not all(stored)
     assert set(tier.statistics().failures) == {"ENOSPC"}
     assert tier.volumes[0].state == "full"
+    assert tier.statistics().directories == {str(small): "full"}
     _evicts_within(tier, host)
+    assert caplog.text.count("is full: the tier keeps") == 1
     # Another file is deleted, which makes room.
     (small / "others").unlink()
     monkeypatch.setattr(slots, "GROW_AGAIN_S", 0.0)
