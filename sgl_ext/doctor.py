@@ -21,7 +21,7 @@ from sgl_ext.engine.cpu import platform as cpu
 from sgl_ext.errors import ExtError
 from sgl_ext.memory import mapping
 from sgl_ext.memory.limits import available_memory
-from sgl_ext.preflight import Check, gib
+from sgl_ext.preflight import Check, size_text
 
 _PROBE_DEADLINE_S = 180
 _IO_URING_SETUP = 425  # number of the system call on x86-64 and arm64
@@ -117,7 +117,7 @@ def _hooks() -> Check:
 
 
 def _memory() -> Check:
-    available, total = gib(available_memory()), gib(psutil.virtual_memory().total)
+    available, total = size_text(available_memory()), size_text(psutil.virtual_memory().total)
     return Check("memory", "ok", f"{available} available of {total}")
 
 

@@ -110,7 +110,7 @@ def _shared_memory() -> Check:
         usage = shutil.disk_usage("/dev/shm")
     except OSError as error:
         return Check("shared memory", "note", f"/dev/shm: {error.strerror}", "mount a tmpfs there")
-    found = f"{gib(usage.free)} free of {gib(usage.total)}"
+    found = f"{size_text(usage.free)} free of {size_text(usage.total)}"
     if usage.free < _LEAST_SHARED_MEMORY:
         return Check("shared memory", "fail", found, "free some, or mount a larger /dev/shm")
     return Check("shared memory", "ok", found)
@@ -165,7 +165,8 @@ def _tiers(tiers: Tiers, swap: Swap | None) -> Iterator[Check]:
         asked = tiers.host.capacity
     if asked > (available := available_memory()):
         yield Check(
-            "host memory", "fail", f"{gib(asked)} requested, {gib(available)} available",
+            "host memory", "fail",
+            f"{size_text(asked)} requested, {size_text(available)} available",
             f"lower {key}",
         )  # fmt: skip
     yield _page_hash()
@@ -225,7 +226,8 @@ def _directory(section: str, directory: Path) -> Check:
 
 
 def _database_directory(section: str, directory: Path) -> Check:
-    """Checks that files can be written: an SSD directory may be full, the one of a database not."""
+    """Checks that there is room for a database. Its directory, unlike one of SSD tiers, must not
+    be full."""
     found = _directory(section, directory)
     if found.verdict != "ok":
         return found
@@ -252,10 +254,10 @@ def _ssd_directory(section: str, directory: Path, capacity: int) -> Check:
         return Check(
             name,
             "fail",
-            f"capacity {gib(capacity)} on a disk of {gib(usage.total)}",
+            f"capacity {size_text(capacity)} on a disk of {size_text(usage.total)}",
             "lower the capacity",
         )
-    free = f"{gib(usage.free)} free"
+    free = f"{size_text(usage.free)} free"
     try:
         direct = _takes_direct_io(directory)
     except OSError as error:
@@ -294,6 +296,6 @@ def _found_and_todo(message: str) -> tuple[str, str]:
     return found or message, todo if found else ""
 
 
-def gib(size: int) -> str:
+def size_text(size: int) -> str:
     """Returns ``size`` bytes as text, in GiB, or in MiB if it is less than one."""
     return f"{size / (1 << 20):.0f} MiB" if size < 1 << 30 else f"{size / (1 << 30):.1f} GiB"

@@ -98,8 +98,8 @@ class Contexts:
     _unkept: set[str] = field(default_factory=set)
     """Ids of the contexts that the keeper does not have."""
     _changed: dict[str, Context | None] = field(default_factory=dict)
-    """Contexts that were changed or removed since :meth:`take_changes`, as they were before, and
-    None for new ones; only those of the keeper."""
+    """Contexts of the keeper that were changed or removed since :meth:`take_changes`, as they were
+    before; None for new ones, also for those that it does not have."""
     tokens: int = field(default=0, init=False)
     """Number of tokens of all contexts, prefixes not included."""
 
@@ -168,7 +168,8 @@ class Contexts:
             self.keeper.add(context, ttl)
         else:
             self._unkept.add(id_)
-        self._note(id_, None)
+        if self.keeper is not None:
+            self._changed[id_] = None
         context = self._insert(context)
         self._evict()
         return context
@@ -286,6 +287,9 @@ class Contexts:
                 self._contexts.move_to_end(id_, last=False)
                 if not before.pinned:
                     self._unpinned.move_to_end(id_, last=False)
+                if before.text is not None:  # find() returns the last one
+                    same = self._by_text[before.salt, before.text]
+                    same.insert(0, same.pop())
 
     def _note(self, id_: str, before: Context | None) -> None:
         """Notes what a kept context was before a change."""

@@ -39,6 +39,8 @@ class KeptContexts:
 
     def __init__(self, directory: Path, model: str, wall: Callable[[], float] = time.time) -> None:
         self._path, self._model, self._wall = directory / _FILE, model, wall
+        self._lost: sqlite3.Error | None = None
+        """Error after which SQLite has undone changes that are not committed; None without one."""
         try:
             os.close(open_own(self._path))  # creates it with the mode 0600
             self._db = sqlite3.connect(self._path, timeout=0, check_same_thread=False)
@@ -133,6 +135,8 @@ class KeptContexts:
             ExtError: the database cannot be written. The changes are undone.
         """
         try:
+            if self._lost is not None:
+                raise self._lost
             self._db.commit()
         except sqlite3.Error as error:
             self.undo()
@@ -140,6 +144,7 @@ class KeptContexts:
 
     def undo(self) -> None:
         """Undoes all changes since the last commit."""
+        self._lost = None
         self._db.rollback()
 
     def close(self) -> None:
@@ -150,9 +155,12 @@ class KeptContexts:
         return msgspec.msgpack.encode(replace(context, expires=expires))
 
     def _execute(self, statement: str, *values: object) -> None:
+        begun = self._db.in_transaction
         try:
             self._db.execute(statement, values)
         except sqlite3.Error as error:
+            if begun and not self._db.in_transaction:
+                self._lost = error
             raise self._unwritten(error) from None
 
     def _unwritten(self, error: sqlite3.Error) -> ExtError:

@@ -5,7 +5,6 @@ It takes seconds to minutes of computation, so it runs in a process separate fro
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from sgl_ext._native import _clusters
 from sgl_ext.clusters.arrays import Arrays, save
 from sgl_ext.clusters.codes import Codes
-from sgl_ext.clusters.files import no_room
+from sgl_ext.clusters.files import FULL, no_room
 from sgl_ext.clusters.paths import index_file, scratch_of
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options, Profile
@@ -108,7 +107,7 @@ def build(
                 save(arrays, scratch_of(index), about)
                 _sync(scratch_of(index))
             except OSError as error:
-                if error.errno == errno.ENOSPC:
+                if error.errno in FULL:
                     raise no_room(device, index.parent, about.index_bytes, error) from None
                 raise
         for directory in directories:

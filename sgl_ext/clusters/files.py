@@ -10,6 +10,7 @@ every incomplete context.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -105,6 +106,10 @@ def names(directories: Sequence[Path]) -> list[str]:
         with suppress(OSError):  # the other one may have them
             found |= {path.name.removesuffix(INDEX) for path in directory.glob(f"*{INDEX}")}
     return sorted(name for name in found if _NAME.fullmatch(name))
+
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Error numbers of a device that has no room."""
 
 
 def no_room(device: int, directory: Path, needed: int, error: OSError | None = None) -> ExtError:

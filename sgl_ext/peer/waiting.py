@@ -11,7 +11,8 @@ class Waiting:
     def __init__(self, patience: float) -> None:
         self.patience = patience
         self.ended: dict[str, float] = {}
-        """Seconds that requests have waited which no longer did at the last :meth:`expired`."""
+        """Seconds that each request has waited, by id, for those whose waiting ended at the last
+        :meth:`expired`."""
         self._since: dict[str, float] = {}
 
     def expired(self, unfit: Collection[str], now: float) -> list[str]:
@@ -25,5 +26,5 @@ class Waiting:
         self._since = {rid: self._since.get(rid, now) for rid in unfit}
         expired = [rid for rid, since in self._since.items() if now - since > self.patience]
         for rid in expired:
-            del self._since[rid]
+            self.ended[rid] = now - self._since.pop(rid)
         return expired

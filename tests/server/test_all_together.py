@@ -282,8 +282,15 @@ def test_traces_have_the_spans_of_all_powers(sides: dict[str, Side], collected: 
     del sides
     stages = ("tiers_load", "restore", "chunks_link", "clusters_open", "swap_out", "swap_in")
     wanted = {f"ext_{stage}" for stage in (*stages, "peer_read")}
-    until(lambda: wanted <= {span.name for span in collected.spans}, within=60)
+
+    def complete() -> bool:
+        spans = [*collected.spans]  # a span is exported before the one that contains it
+        ours = [span for span in spans if span.name in wanted]
+        ids = {span.span_id for span in spans if not span.name.startswith("ext_")}
+        return (
+            wanted == {span.name for span in ours} and {span.parent_span_id for span in ours} <= ids
+        )
+
+    until(complete, within=60)
     assert all(each["lent_tokens"] > 0 for each in collected.attributes("ext_peer_read"))
     assert any(each.get("ssd", 0) > 0 for each in collected.attributes("ext_restore"))
-    ids = {span.span_id for span in collected.spans if not span.name.startswith("ext_")}
-    assert {span.parent_span_id for span in collected.spans if span.name in wanted} <= ids

@@ -54,9 +54,13 @@ class _Sizes:
     creation: CreationSizes
     lengths: SpeedSizes
     """Sizes of the part ``lengths``."""
+    large: SpeedSizes
+    """Sizes of the part ``large``, with chunks as large as in EPIC's figure 7."""
 
 
 _BY_LENGTH = ("blend-15", "lego-16", DEFAULT)
+_LARGE = 1024
+"""Tokens of a large chunk."""
 _POSITIONS = json.dumps({"max_position_embeddings": 40_960})
 _QUICK = _Sizes(
     80_000,
@@ -65,6 +69,7 @@ _QUICK = _Sizes(
     AccuracySizes(_COMPARED, _COMPARED, as_they_are=10, needles=20, needle_length=2048),
     CreationSizes(1, (DEFAULT,)),
     SpeedSizes({1024: 1, 2048: 1}, orders=1, methods=_BY_LENGTH, as_they_are=0),
+    SpeedSizes({2048: 1}, orders=1, methods=_BY_LENGTH, as_they_are=0, stock_most=0, chunk=_LARGE),
 )
 _WHOLE = _Sizes(
     300_000,
@@ -82,10 +87,13 @@ _WHOLE = _Sizes(
     ),
     CreationSizes(4, ("lego-16", QUERY, "primed", DEFAULT)),
     SpeedSizes({1024: 3, 4096: 2, 7936: 2, 32_768: 1}, orders=2, methods=_BY_LENGTH, as_they_are=0),
+    SpeedSizes(
+        {4096: 2, 7936: 2}, orders=2, methods=_BY_LENGTH, as_they_are=0, stock_most=0, chunk=_LARGE
+    ),
 )
 
 
-PARTS = ("speed", "load", "creation", "lengths", *ACCURACY)
+PARTS = ("speed", "load", "creation", "lengths", "large", *ACCURACY)
 
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
@@ -110,10 +118,12 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
                 Load(stock, ours, template, sizes.load).report(report)
             if "creation" in parts:
                 Creation(stock, ours, template, sizes.creation).report(report)
-    if "lengths" in parts:
+    if {"lengths", "large"} & {*parts}:
         longer = systems(sizes.pool, "--json-model-override-args", _POSITIONS)
         with server.serve(longer, model, out / "logs" / "lengths") as (stock, ours):
-            Speed(stock, ours, template, sizes.lengths, partial).report_lengths(report)
+            for part, of in (("lengths", sizes.lengths), ("large", sizes.large)):
+                if part in parts:
+                    Speed(stock, ours, template, of, partial).report_lengths(report)
     if {*ACCURACY} & {*parts}:
         exact, logs = systems(_COMPARED_POOL, *EXACT), out / "logs" / "compared"
         with server.serve(exact, model, logs) as (stock, ours):

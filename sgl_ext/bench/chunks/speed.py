@@ -19,7 +19,13 @@ from sgl_ext.bench.chunks.linked import (
     nothing_missing,
     text_of,
 )
-from sgl_ext.bench.chunks.prompts import Prompt, Template, document_prompts, question_prompts
+from sgl_ext.bench.chunks.prompts import (
+    CHUNK_TOKENS,
+    Prompt,
+    Template,
+    document_prompts,
+    question_prompts,
+)
 from sgl_ext.bench.harness.partial import Partial
 from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.bench.harness.sampling import ratio_of_medians
@@ -39,6 +45,8 @@ class SpeedSizes:
     """Number of prompts whose chunks are unchanged documents."""
     stock_most: int = 8192
     """Length of the longest prompts that the stock server computes, in tokens."""
+    chunk: int = CHUNK_TOKENS
+    """Tokens of a chunk of merged documents."""
 
 
 class Speed:
@@ -83,10 +91,11 @@ class Speed:
         it, 1 if it is proportional to it.
         """
         merged = {length: self._merged(length) for length in self._sizes.lengths}
+        of = "" if self._sizes.chunk == CHUNK_TOKENS else f"_chunks_{self._sizes.chunk}"
         for length, systems in merged.items():
-            _report(report, f"ttft, chunks of 512, {length} tokens", systems)
+            _report(report, f"ttft, chunks of {self._sizes.chunk}, {length} tokens", systems)
             for name in (each for each in systems if each != DEFAULT):
-                report.figures[f"ttft_speedup_vs_{name}_{length}"] = ratio_of_medians(
+                report.figures[f"ttft_speedup{of}_vs_{name}_{length}"] = ratio_of_medians(
                     systems[name], systems[DEFAULT]
                 )
         shortest = min(merged)
@@ -95,7 +104,7 @@ class Speed:
                 continue
             for name, seconds in systems.items():
                 grown = ratio_of_medians(seconds, merged[shortest][name])
-                report.figures[f"ttft_growth_of_{name}_{length}"] = math.log(grown) / math.log(
+                report.figures[f"ttft_growth{of}_of_{name}_{length}"] = math.log(grown) / math.log(
                     length / shortest
                 )
 
@@ -104,11 +113,12 @@ class Speed:
         by_order = [
             question_prompts(
                 self._template, self._asked, self._sizes.lengths[length] + 1,
-                length=length, seed=order,
+                length=length, tokens=self._sizes.chunk, seed=order,
             )
             for order in range(self._sizes.orders)
         ]  # fmt: skip
-        return self._first_tokens(f"{length} tokens", by_order, self._systems(length))
+        what = f"{length} tokens in chunks of {self._sizes.chunk}"
+        return self._first_tokens(what, by_order, self._systems(length))
 
     def _systems(self, length: int) -> tuple[str, ...]:
         stock = ("stock",) if length <= self._sizes.stock_most else ()

@@ -4,8 +4,9 @@ A server records keys and queries of real texts. The part ``mass`` calculates fr
 of the attention that a selection covers, and the part ``heads`` that of a selection for each KV
 head. In the parts ``answers``, ``continuing``, ``joined`` and ``serving``, servers follow stored
 contexts; in the part ``storing``, they store one. The part ``against`` compares a stored context
-with dense attention, and the part ``selections`` one that is stored with other blocks. The part
-``quality`` has answers to questions over stored contexts.
+with dense attention, and the part ``selections`` one that is stored with other blocks, whose
+answers the part ``texts`` compares over several texts. The part ``larger`` measures the time per
+token of a larger model, and the part ``quality`` has answers to questions over stored contexts.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from sgl_ext.bench.clusters.heads import report_heads
 from sgl_ext.bench.clusters.joined import report_joined
 from sgl_ext.bench.clusters.mass import report_mass
 from sgl_ext.bench.clusters.quality import QualitySizes, report_quality
-from sgl_ext.bench.clusters.samples import Observed, samples, stored_system
-from sgl_ext.bench.clusters.selections import report_selections
-from sgl_ext.bench.clusters.serving import report_serving
+from sgl_ext.bench.clusters.samples import Observed, code, samples, stored_system
+from sgl_ext.bench.clusters.selections import report_selections, report_texts
+from sgl_ext.bench.clusters.serving import report_larger, report_serving
 from sgl_ext.bench.clusters.storing import report_storing
 from sgl_ext.bench.harness.partial import Partial
 from sgl_ext.bench.harness.report import Report
-from sgl_ext.models import SMOLLM2, prepare
+from sgl_ext.models import QWEN_CODER, SMOLLM2, prepare
 from sgl_ext.serving import server
 
 PARTS = (
-    "mass", "heads", "answers", "continuing", "joined", "serving", "storing", "against",
-    "selections", "quality",
+    "mass", "heads", "answers", "continuing", "joined", "serving", "larger", "storing", "against",
+    "selections", "texts", "quality",
 )  # fmt: skip
 _DEVICES = 4
 _BY_HEAD = 2
@@ -100,6 +101,13 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
             report, partial, "serving",
             lambda found: report_serving(found, model, read[-1], sizes.pool, sizes.rounds, out),
         )  # fmt: skip
+    if "larger" in parts:
+        larger = prepare(SMOLLM2 if quick else QWEN_CODER)
+        (sample,) = samples(larger, sizes.contexts[-1:], sizes.unseen)
+        _find(
+            report, partial, "larger",
+            lambda found: report_larger(found, larger, sample, sizes.pool, sizes.rounds, out),
+        )  # fmt: skip
     if "storing" in parts:
         (longest,) = samples(model, (sizes.stored,), sizes.unseen)
         _find(
@@ -120,6 +128,9 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
                 found, model, read[0], sizes.batches, sizes.pool, -(-sizes.rounds // 4), out
             ),
         )  # fmt: skip
+    if "texts" in parts:
+        several = [*read, code(model, sizes.contexts[0], sizes.unseen)]
+        report_texts(report, model, several, sizes.pool, out, partial)
     if "mass" in parts:
         report_mass(report, observed, partial)
     if "heads" in parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -76,6 +77,27 @@ def samples(model: Path, lengths: Sequence[int], unseen: int) -> list[Sample]:
         end = lengths[-1]
         found.append(Sample("essays", "continuation", (*text[:end],), (*text[end : end + unseen],)))
     return found
+
+
+def code(model: Path, length: int, unseen: int) -> Sample:
+    """Returns a sample of program text: modules of Python's standard library.
+
+    Args:
+        model: directory of the model whose tokenizer is used.
+        length: number of tokens of the context.
+        unseen: number of tokens that follow it.
+
+    Raises:
+        ExtError: the modules are too short.
+    """
+    from transformers import AutoTokenizer
+
+    folder = Path(asyncio.__file__).parent
+    text = "\n\n".join(path.read_text() for path in sorted(folder.glob("*_*.py")))
+    tokens = AutoTokenizer.from_pretrained(model).encode(text, add_special_tokens=False)
+    if len(tokens) < (end := length + unseen):
+        raise ExtError(f"the modules of asyncio have {len(tokens)} tokens, {end} are needed")
+    return Sample("code", "continuation", (*tokens[:length],), (*tokens[length:end],))
 
 
 def _documents(

@@ -11,15 +11,18 @@ import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from functools import partial as partial_of
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sgl_ext.bench.clusters.against import Prompts, following, ratio, seconds
 from sgl_ext.bench.clusters.answers import dense, diverged, divergences
 from sgl_ext.bench.clusters.samples import Sample, device_directories, record, stored_system
+from sgl_ext.bench.harness.partial import Partial
 from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.clusters.build import build
+from sgl_ext.clusters.client import StoredContexts
 from sgl_ext.clusters.files import own_folders, storing
 from sgl_ext.clusters.paths import new_id
 from sgl_ext.clusters.placement import Blocks
@@ -111,19 +114,73 @@ def report_selections(
         section = {"hot": _HOT, "largest": max(SHARES)}
         system = stored_system("selections", Path(scratch), _DEVICES, pool, section)
         with server.serve([system], model, out / "logs") as (running,):
-            recorded = record(running.url, sample.context)
-            contexts = {
-                name: arranged(recorded, name, options, directories)
-                for name, options in ARRANGEMENTS.items()
-            }
-            right = dense(running.url, sample)
-            answers = {
-                (share, name): diverged(running.url, sample, one.id, share, right)
-                for share, (name, one) in product(SHARES, contexts.items())
-            }
+            contexts = _stored(running.url, sample, directories)
+            answers = _answers(running.url, sample, contexts)
             found = _rounds(running.url, contexts, sample, batches, rounds)
     add_answers(report, answers)
     add_speeds(report, found, {name: one.blocks for name, one in contexts.items()})
+
+
+def report_texts(
+    report: Report, model: Path, read: Sequence[Sample], pool: int, out: Path, partial: Partial
+) -> None:
+    """Measures the divergence of each arrangement over several texts.
+
+    Args:
+        pool: tokens that the KV pool of the server holds, more than those of a sample.
+    """
+    with tempfile.TemporaryDirectory(dir=out, prefix="clusters-") as scratch:
+        directories = device_directories(Path(scratch), _DEVICES)
+        section = {"hot": _HOT, "largest": max(SHARES)}
+        system = stored_system("texts", Path(scratch), _DEVICES, pool, section)
+        with server.serve([system], model, out / "logs") as (running,):
+            found = [
+                partial.find(
+                    f"texts/{each.name}", partial_of(_text, running.url, each, directories)
+                )
+                for each in read
+            ]
+    for share, name in product(SHARES, ARRANGEMENTS):
+        of_texts = [each[f"{share:g}/{name}"] for each in found]
+        for sample, tokens in zip(read, of_texts, strict=True):
+            run = divergences(f"selections, {sample.name}", tokens)
+            report.runs.append({"system": name, "sparsity": share, **run})
+        run = divergences("selections, all texts", [*chain.from_iterable(of_texts)])
+        report.runs.append({"system": name, "sparsity": share, **run})
+        report.figures[f"kl_of_texts_{name}_{100 * share:g}"] = run["kl"]
+
+
+def _text(
+    url: str, sample: Sample, directories: Sequence[Path]
+) -> dict[str, list[tuple[float, bool]]]:
+    """Returns the divergence of each unseen token of a text, by share and arrangement."""
+    contexts = _stored(url, sample, directories)
+    try:
+        answers = _answers(url, sample, contexts)
+    finally:
+        for one in contexts.values():
+            StoredContexts(url).delete(one.id)
+    return {f"{share:g}/{name}": [*tokens] for (share, name), tokens in answers.items()}
+
+
+def _stored(url: str, sample: Sample, directories: Sequence[Path]) -> dict[str, Arranged]:
+    """Records a context once, and stores it in each arrangement."""
+    recorded = record(url, sample.context)
+    return {
+        name: arranged(recorded, name, options, directories)
+        for name, options in ARRANGEMENTS.items()
+    }
+
+
+def _answers(
+    url: str, sample: Sample, contexts: Mapping[str, Arranged]
+) -> dict[tuple[float, str], Sequence[tuple[float, bool]]]:
+    """Returns the divergence of each unseen token, by share and arrangement."""
+    right = dense(url, sample)
+    return {
+        (share, name): diverged(url, sample, one.id, share, right)
+        for share, (name, one) in product(SHARES, contexts.items())
+    }
 
 
 def arranged(

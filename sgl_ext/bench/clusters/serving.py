@@ -6,7 +6,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,16 @@ _SLOWER = 40
 cores."""
 _DEVICES = 4
 _PROMPT, _ANSWER = 24, 64
-_TIMES = 2.0
+_EMULATED = {
+    "bytes_per_second": int(_PM9A3_BYTES / _SLOWER),
+    "operations_per_second": _PM9A3_OPERATIONS / _SLOWER,
+}
+_SECTIONS: Mapping[str, Mapping[str, Any]] = {
+    AS_IT_IS: {},
+    SLOW: {"emulate": _EMULATED},
+    AHEAD: {"emulate": _EMULATED, "prefetch": 2.0},
+}
+"""Options of each server's section."""
 _UNPREDICTED = 3
 """Number of first layers, whose queries cannot be predicted."""
 
@@ -43,15 +52,35 @@ def report_serving(
         pool: tokens that the KV pool of a server holds.
         rounds: number of measured answers of each server.
     """
-    slow = {
-        "bytes_per_second": int(_PM9A3_BYTES / _SLOWER),
-        "operations_per_second": _PM9A3_OPERATIONS / _SLOWER,
-    }
-    sections: dict[str, dict[str, Any]] = {
-        AS_IT_IS: {},
-        SLOW: {"emulate": slow},
-        AHEAD: {"emulate": slow, "prefetch": _TIMES},
-    }
+    measured = _measure(_SECTIONS, model, sample, pool, rounds, out)
+    for name, one in measured.items():
+        report.runs.append({"what": "serving", "system": name, **one.run()})
+    as_it_is, ahead = measured[AS_IT_IS].run(), measured[AHEAD].run()
+    report.figures["retrieval_overhead_share"] = as_it_is["select"] + as_it_is["assemble"]
+    report.figures["prefetch_coverage"] = ahead["coverage"]
+    medians = {name: statistics.median(one.tokens) for name, one in measured.items()}
+    report.figures["read_ahead_speedup"] = medians[SLOW] / medians[AHEAD]
+
+
+def report_larger(
+    report: Report, model: Path, sample: Sample, pool: int, rounds: int, out: Path
+) -> None:
+    """Measures a server of a larger model without emulation; see :func:`report_serving`."""
+    (one,) = _measure({AS_IT_IS: {}}, model, sample, pool, rounds, out).values()
+    run = one.run()
+    report.runs.append({"what": "serving, a larger model", "system": AS_IT_IS, **run})
+    report.figures["retrieval_overhead_share_of_a_larger_model"] = run["select"] + run["assemble"]
+
+
+def _measure(
+    sections: Mapping[str, Mapping[str, Any]],
+    model: Path,
+    sample: Sample,
+    pool: int,
+    rounds: int,
+    out: Path,
+) -> dict[str, _Measured]:
+    """Measures servers with these options of the section, by name."""
     with tempfile.TemporaryDirectory(dir=out, prefix="clusters-") as scratch:
         systems = [
             stored_system(name, Path(scratch) / str(at), _DEVICES, pool, {"hot": "8MiB", **section})
@@ -66,10 +95,7 @@ def report_serving(
                     # The first round opens the context and is not counted.
                     into = measured[each.system.name] if at else _Measured()
                     _answer(each.url, prompt, context, into)
-    for name, one in measured.items():
-        _report(report, name, one)
-    medians = {name: statistics.median(one.tokens) for name, one in measured.items()}
-    report.figures["read_ahead_speedup"] = medians[SLOW] / medians[AHEAD]
+    return measured
 
 
 @dataclass
@@ -88,6 +114,17 @@ class _Measured:
     seconds: float = 0.0
     spent: Counter[str] = field(default_factory=Counter)
     blocks: NDArray[np.int64] | int = 0
+
+    def run(self) -> dict[str, Any]:
+        """Returns the row of a report: shares of the time, and of the wanted blocks."""
+        fetched, prefetched, held = np.asarray(self.blocks)[:, _UNPREDICTED:].sum(axis=1)
+        return {
+            **{what: each / self.seconds for what, each in self.spent.items()},
+            "in_memory": float(held / (fetched + prefetched + held)),
+            # Of the blocks not in memory.
+            "coverage": float(prefetched / max(prefetched + fetched, 1)),
+            "samples": len(self.tokens),
+        } | summary(self.tokens, "token_ms", 1e3)
 
 
 BLOCKS = ("fetched", "prefetched", "in_memory")
@@ -117,25 +154,3 @@ def _ask(url: str, prompt: Sequence[int], context: str, count: int) -> float:
     begin = time.perf_counter()
     follow(url, body, context, _SHARE)
     return time.perf_counter() - begin
-
-
-def _report(report: Report, name: str, measured: _Measured) -> None:
-    fetched, prefetched, held = np.asarray(measured.blocks)[:, _UNPREDICTED:].sum(axis=1)
-    wanted = fetched + prefetched + held
-    coverage = float(prefetched / max(prefetched + fetched, 1))  # of the blocks not in memory
-    spent = {what: each / measured.seconds for what, each in measured.spent.items()}
-    report.runs.append(
-        {
-            "what": "serving",
-            "system": name,
-            **spent,
-            "in_memory": float(held / wanted),
-            "coverage": coverage,
-            "samples": len(measured.tokens),
-        }
-        | summary(measured.tokens, "token_ms", 1e3)
-    )
-    if name == AS_IT_IS:
-        report.figures["retrieval_overhead_share"] = spent["select"] + spent["assemble"]
-    elif name == AHEAD:
-        report.figures["prefetch_coverage"] = coverage

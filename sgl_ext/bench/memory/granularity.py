@@ -207,11 +207,11 @@ def measure(report: Report, *, quick: bool) -> None:
     """Adds the blocks per run of each size and frequency, and how much they differ by size."""
     turns = [*islice(lengths(), 200 if quick else 1500)]
     seeds = range(1 if quick else 5)
-    found: dict[tuple[int, int], float] = {}
+    found: dict[tuple[int, int], tuple[float, float]] = {}
     for every, first_group in product(_EVERY, _FIRST_GROUPS):
         of = [replay(turns, _BLOCKS, first_group, every, seed) for seed in seeds]
         out_of, back = ([each[way].granularity for each in of] for way in (0, 1))
-        found[every, first_group] = statistics.mean(out_of)
+        found[every, first_group] = statistics.mean(out_of), statistics.mean(back)
         run = {
             "what": "granularity", "every": every, "first_group": first_group,
             "seeds": len(seeds), "turns": len(turns), "pool": _BLOCKS,
@@ -220,7 +220,9 @@ def measure(report: Report, *, quick: bool) -> None:
             "back": statistics.mean(back), "back_low": min(back), "back_high": max(back),
         }  # fmt: skip
         report.runs.append(run)
-        report.figures[f"granularity_{first_group}_every_{every}"] = found[every, first_group]
+        report.figures[f"granularity_{first_group}_every_{every}"] = statistics.mean(out_of)
     for every in _EVERY:
-        of_sizes = [found[every, size] for size in _FIRST_GROUPS]
-        report.figures[f"granularity_spread_every_{every}"] = max(of_sizes) / min(of_sizes) - 1
+        ways = zip(*(found[every, size] for size in _FIRST_GROUPS), strict=True)
+        for name, of_sizes in zip(("", "_back"), ways, strict=True):
+            spread = max(of_sizes) / min(of_sizes) - 1
+            report.figures[f"granularity_spread{name}_every_{every}"] = spread

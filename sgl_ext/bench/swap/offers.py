@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,9 @@ class Sizes:
     seeds: Sequence[int]
     few_seeds: Sequence[int]
     """Seeds of the parts that need fewer runs."""
-    speeds: Sequence[float] = ()
-    """Times of a copy on the links of the part ``speeds``, relative to the link of the others; 0
-    for host memory as it is."""
+    speeds: Mapping[float, Sequence[int]] = field(default_factory=dict)
+    """Seeds of the part ``speeds``, by the time of a copy on its link relative to the link of the
+    others; 0 for host memory as it is."""
 
 
 class Offers:

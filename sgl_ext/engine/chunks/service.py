@@ -95,6 +95,7 @@ class ContextService(Front):
         self._most = min(manager.context_len, pool)
         # A thread of its own: SGLang tokenizes chats in the event loop's default executor.
         self._reading = ThreadPoolExecutor(1, "sgl_ext-contexts")
+        self._committing = ThreadPoolExecutor(1, "sgl_ext-kept-contexts")
         longest = max(self._most - 2 * page - 1, 1)  # the longest chunk that create() accepts
         self.splitting = Splitting(manager.tokenizer, self._reading, longest)
         """Splitter of long texts into chunks."""
@@ -214,14 +215,18 @@ class ContextService(Front):
             try:
                 yield
             except BaseException:
-                self._kept.undo()
                 self.contexts.undo(self.contexts.take_changes())
+                self._kept.undo()
                 raise
             changes = self.contexts.take_changes()
+            loop = asyncio.get_running_loop()
+            commit = loop.run_in_executor(self._committing, self._kept.commit)
             try:
-                await self._read(self._kept.commit)
-            except ExtError:
-                self.contexts.undo(changes)
+                await asyncio.shield(commit)
+            except BaseException:
+                await asyncio.wait([commit])  # also if the request is cancelled
+                if commit.exception() is not None:
+                    self.contexts.undo(changes)
                 raise
 
     def _passages(self, tokens: Sequence[Sequence[int]], salt: str | None) -> list[tuple[int, ...]]:

@@ -9,14 +9,15 @@ import re
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from sgl_ext.clusters.files import remove, remove_blocks, storing
+from sgl_ext.clusters.files import FULL, remove, remove_blocks, storing
 from sgl_ext.clusters.paths import PART, new_id, record_folder
 from sgl_ext.clusters.records import claimed, remove_record
 from sgl_ext.clusters.stored import About, about_of, require_files, require_no_loss
@@ -176,14 +177,18 @@ class StoredCreation:
                 tokens = await loop.run_in_executor(
                     self._reading, self._limits.tokens_of, text, known
                 )
-                with storing(self._folders[0]), claimed(
-                    self._folders[0], self._key(tokens, salt, base)
-                ) as (one.id, record):  # fmt: skip
-                    behind = 0 if known is None else known.tokens
-                    await loop.run_in_executor(
-                        self._reading, self._limits.require_room,
-                        behind + len(tokens), known, record,
-                    )  # fmt: skip
+                behind = 0 if known is None else known.tokens
+                require_room = partial(self._limits.require_room, behind + len(tokens), known)
+                first, key = self._folders[0], self._key(tokens, salt, base)
+                with storing(first), ExitStack() as held:
+                    try:
+                        one.id, record = held.enter_context(claimed(first, key))
+                    except OSError as error:
+                        if error.errno not in FULL:
+                            raise
+                        require_room(record_folder(first, one.id))  # removes old records
+                        one.id, record = held.enter_context(claimed(first, key))
+                    await loop.run_in_executor(self._reading, require_room, record)
                     async with self._computing:
                         await Recording(
                             self._manager, self.requests, record, one.id, salt, self._largest,

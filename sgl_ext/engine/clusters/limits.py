@@ -87,7 +87,8 @@ class Limits:
     def require_room(self, tokens: int, base: About | None, record: Path) -> None:
         """Checks that the devices have room for a context, and for the rest of its record.
 
-        Removes interrupted records that are old, or all others where there is no room.
+        Removes interrupted records that are older than a day; if a device has no room, all
+        interrupted records but this one.
 
         Args:
             tokens: number of tokens of the context.

@@ -246,13 +246,13 @@ class Recorder:
         except Exception as error:  # an exception in this thread would be lost
             if not folder.exists():
                 return  # nobody waits for the record any more
+            with suppress(OSError):
+                scratch.unlink(missing_ok=True)
             why = self._why(error, needed)
             logger.error(
                 "cannot write the record of a context: %s", why,
                 exc_info=not isinstance(error, OSError),
             )  # fmt: skip
-            with suppress(OSError):
-                scratch.unlink(missing_ok=True)
             self._tell(path, why)
 
     def _tell(self, part: Path, why: str) -> None:
@@ -271,9 +271,12 @@ class Recorder:
     def _why(self, error: Exception, needed: int) -> str:
         if not isinstance(error, OSError):
             return f"{type(error).__name__}; see the server's log"
-        free = shutil.disk_usage(self._directory).free
+        try:
+            free = f"{shutil.disk_usage(self._directory).free:,} B are"
+        except OSError:
+            free = "it is not known how much is"
         return (
             f"{error.strerror or error}: the record is written to device 0 first and this part "
-            f"needs {needed:,} B more, but {free:,} B are free; delete contexts, or configure a "
-            "larger first directory"
+            f"needs {needed:,} B more, but {free} free; delete contexts, or configure a larger "
+            "first directory"
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -108,8 +109,17 @@ class Recording:
                 self._reached(start)
                 await self._ask(tokens[start : start + each], part, 0)
         self._reached(count)
-        if self._base is not None:
-            return
+        if self._base is None:
+            await self._ask_questions(tokens, start, part)
+        reserve_file(self._folder).unlink(missing_ok=True)
+
+    async def _ask_questions(self, tokens: Sequence[int], start: int, part: IsRecorded) -> None:
+        """Has the scheduler record the queries of answers to the questions.
+
+        Args:
+            start: number of the first token of the last part.
+            part: the last part.
+        """
         asked = msgspec.structs.replace(part, kv=False, queries=0)
         await all_of(
             [
@@ -164,6 +174,11 @@ class Recording:
         while not part.exists():
             if failed.exists():
                 raise ExtError(f"cannot store the context: {failed.read_text(errors='replace')}")
+            if os.statvfs(self._folder.parent).f_flag & os.ST_RDONLY:  # nothing can be written
+                raise ExtError(
+                    "cannot store the context: the file system of device 0 is read-only; check the "
+                    "device"
+                )
             if not self._folder.exists():
                 raise ExtError("the record of the context was removed while it was computed")
             if time.monotonic() > end:

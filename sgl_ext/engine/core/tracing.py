@@ -19,7 +19,7 @@ def traced(req: Req) -> bool:
 def trace(req: Req, stage: str, seconds: float, **found: float | str) -> None:
     """Adds a span that ends now to the request's trace, and its duration to the metrics.
 
-    Does nothing if the request is not traced, or if there are no metrics.
+    The span needs a traced request, the duration a server with metrics.
 
     Args:
         stage: name of the span, without the prefix ``ext_``.

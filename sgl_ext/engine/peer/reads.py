@@ -11,7 +11,8 @@ from sgl_ext.engine.peer.stream import LayerStream
 
 
 class LentReads:
-    """Traces the forwards of prompts whose KV lies partly in workers' memory.
+    """Traces the forwards of prompts, and of what is computed with them, whose KV lies partly in
+    workers' memory.
 
     A span of a forward lasts as long as the forward has waited for the layer buffers; without
     buffers, attention reads the memory in place, and the span has no duration.

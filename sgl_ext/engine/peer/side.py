@@ -100,17 +100,18 @@ class PeerSide:
         scheduler = self._scheduler
         allocator = scheduler.token_to_kv_pool_allocator
         unfit = {req.rid: req for req in scheduler.waiting_queue if not vacate.fits(req, allocator)}
-        for rid in self._waiting.expired(unfit, now):
+        expired = self._waiting.expired(unfit, now)
+        if ended := self._waiting.ended:
+            for req in scheduler.waiting_queue:
+                if req.rid in ended:
+                    trace(req, "peer_wait", ended[req.rid])
+        for rid in expired:
             refuse_waiting(
                 scheduler,
                 unfit.pop(rid),
                 f"The request needs more KV memory than the {allocator.size} tokens that are "
                 f"available: {why}. Retry later.",
             )
-        if ended := self._waiting.ended:
-            for req in scheduler.waiting_queue:
-                if req.rid in ended:
-                    trace(req, "peer_wait", ended[req.rid])
         if unfit:
             waiting = scheduler.waiting_queue
             self.aside = [req for req in waiting if req.rid in unfit]

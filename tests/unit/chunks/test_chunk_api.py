@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -239,6 +241,48 @@ def test_the_kv_of_a_pinned_context_is_computed(service: ContextService, manager
     first, second = manager.requests
     assert first.input_ids == second.input_ids
     assert (second.extra_key, second.cache_salt) == ("ext:chunk", "s")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_cancelled_change_is_kept_or_undone(
+    manager: Manager, tmp_path: Path, fails: bool
+) -> None:
+    """The client goes away while the change is committed; the next change waits until it is."""
+    kept = KeptContexts(tmp_path, "a model")
+    service = ContextService(
+        manager, method="lego-2", limit=10, page=16, token_bytes=100, pool=1000, kept=kept
+    )
+    begun, go_on = threading.Event(), threading.Event()
+    commit = kept.commit
+
+    def slow() -> None:
+        begun.set()
+        assert go_on.wait(60)
+        if fails:
+            kept.undo()
+            raise ExtError("the device is full")
+        commit()
+
+    async def scene() -> None:
+        (one,) = await service.create(["abc"])
+        with mock.patch.object(kept, "commit", slow):
+            deleting = asyncio.create_task(service.delete(one.id, None))
+            await asyncio.to_thread(begun.wait, 60)
+            deleting.cancel()
+            creating = asyncio.create_task(service.create(["d"]))
+            await asyncio.sleep(0.01)
+            assert not deleting.done()
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await deleting
+            with pytest.raises(ExtError) if fails else nullcontext():
+                await creating
+        expected = ["abc"] if fails else ["d"]
+        assert [each.text for each in service.contexts.all()] == expected
+        assert [each.text for each, _ in kept.all()] == expected
+
+    asyncio.run(scene())
+    kept.close()
 
 
 def test_a_pin_that_cannot_be_kept_is_undone(manager: Manager, tmp_path: Path) -> None:

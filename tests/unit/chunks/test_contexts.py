@@ -218,7 +218,7 @@ def test_changes_are_undone_in_their_order() -> None:
     short = contexts.create((4,), method="naive", ttl=5)
     other = contexts.create((5,), method="naive", keep=False)
     contexts.pin(one.id, pinned=True)
-    assert contexts.take_changes().keys() == {one.id, two.id, three.id, short.id}
+    assert contexts.take_changes().keys() == {each.id for each in (one, two, three, short, other)}
     contexts.limit = 4
     clock.now += 6
     contexts.pin(one.id, pinned=False)
@@ -236,3 +236,12 @@ def test_changes_are_undone_in_their_order() -> None:
     assert contexts.get(one.id).pinned
     assert contexts.find("1") == two
     assert contexts.tokens == 3
+    contexts.take_changes()
+    same = contexts.create((7,), method="naive", text="1")
+    contexts.take_changes()
+    contexts.delete(two.id)
+    probe = contexts.create((8,), method="naive", keep=False)
+    contexts.undo(contexts.take_changes())
+    assert contexts.find("1") == same
+    assert two.id in contexts
+    assert probe.id not in contexts

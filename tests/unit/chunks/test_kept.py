@@ -6,11 +6,12 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
 
-from sgl_ext.chunks.contexts import Contexts, UnknownContextError
+from sgl_ext.chunks.contexts import Context, Contexts, UnknownContextError
 from sgl_ext.chunks.kept import KeptContexts
 from sgl_ext.errors import ExtError
 
@@ -151,4 +152,33 @@ def test_a_context_that_cannot_be_kept_is_not_created(tmp_path: Path) -> None:
             contexts.create(range(1000), method="naive")
             kept.commit()
     assert len(contexts) == len([*kept.all()])
+    kept.close()
+
+
+def test_changes_that_an_error_has_undone_are_not_committed(tmp_path: Path) -> None:
+    """SQLite undoes a whole transaction where the disk is full, and not only the statement."""
+    contexts, kept = opened(tmp_path, Time(0.0))
+    one = contexts.create((1,), method="naive")
+    kept.commit()
+    contexts.create((2,), method="naive")
+    statement = kept._db
+
+    class Full:
+        in_transaction = True
+
+        def execute(self, *_: object) -> None:
+            statement.rollback()
+            self.in_transaction = False
+            raise sqlite3.OperationalError("database or disk is full")
+
+    kept._db = cast(sqlite3.Connection, Full())
+    with pytest.raises(ExtError, match="disk is full"):
+        kept.remove(one.id)
+    kept._db = statement
+    with pytest.raises(ExtError, match="disk is full"):
+        kept.commit()
+    contexts.undo(contexts.take_changes())
+    kept.add(Context("ctx-3", None, (3,), "naive", (), (), 0, None, None), None)
+    kept.commit()
+    assert [each.tokens for each, _ in kept.all()] == [(1,), (3,)]
     kept.close()

@@ -21,9 +21,13 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.utils.auth import add_api_key_middleware
 from test_cluster_fuzz import GEOMETRY, OPTIONS, TOKENS, recorded_context
 
+from sgl_ext.clusters import records
 from sgl_ext.clusters.build import build
 from sgl_ext.clusters.files import names, own_folders
 from sgl_ext.clusters.paths import index_file, part_file
+from sgl_ext.clusters.profile import Options
+from sgl_ext.clusters.records import claimed
+from sgl_ext.clusters.stored import About, Stored
 from sgl_ext.config import Clusters, ExtConfig
 from sgl_ext.engine.clusters import creation as stored_creation
 from sgl_ext.engine.clusters import limits
@@ -31,8 +35,10 @@ from sgl_ext.engine.clusters.api import install
 from sgl_ext.engine.clusters.attention import StoredAttention
 from sgl_ext.engine.clusters.contexts import StoredContexts
 from sgl_ext.engine.clusters.creation import BusyError
+from sgl_ext.engine.clusters.limits import Limits
 from sgl_ext.engine.clusters.parameters import RECORDED, FollowsStored
 from sgl_ext.engine.clusters.power import ClustersPower
+from sgl_ext.engine.clusters.recording import ROOM
 from sgl_ext.engine.clusters.service import StoredService
 from sgl_ext.engine.front.client_gone import ClientGoneError, while_connected
 from sgl_ext.engine.front.custom_params import STORED
@@ -271,6 +277,35 @@ def test_the_reason_stays_where_files_cannot_be_removed(
     assert "cannot be removed until a server starts: Read-only" in caplog.text
 
 
+def test_old_records_make_room_for_a_new_one(
+    client: TestClient, directories: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupted record has filled the first device, so that not even a folder can be made."""
+    first = own_folders(directories)[0]
+    with claimed(first, "another") as (_, old):
+        part_file(old, "kv-0").write_bytes(b"x")
+    make, made = records.make_own_folder, list[Path]()
+
+    def make_folder(folder: Path) -> None:
+        if old.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        make(folder)
+        made.append(folder)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(records, "make_own_folder", make_folder)
+    monkeypatch.setattr(limits.shutil, "disk_usage", lambda _path: SimpleNamespace(free=0))
+    answer = client.post(ROUTE, json={"input_ids": [1] * 1000})
+    assert "has not enough free space" in answer.json()["error"]["message"]
+    assert not old.exists()
+    assert not made
+    monkeypatch.setattr(limits.shutil, "disk_usage", lambda _path: SimpleNamespace(free=1 << 40))
+    answer = client.post(ROUTE, json={"input_ids": [1] * 1000})
+    assert "Input/output error" in answer.json()["error"]["message"]
+    assert made
+    assert not [each for each in made if each.exists()]
+
+
 def test_parts_of_a_record_that_are_there_need_no_room(
     service: StoredService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +320,50 @@ def test_parts_of_a_record_that_are_there_need_no_room(
         monkeypatch.setattr(limits.shutil, "disk_usage", lambda _path, found=found: found)
         with nullcontext() if enough else pytest.raises(ExtError, match="has not enough"):
             asked.require_room(1000, None, tmp_path)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_room_is_asked_for_what_is_stored(
+    manager: Waiting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int
+) -> None:
+    """Of a whole context, one that continues it with further blocks, and one without."""
+    directories = [tmp_path / name for name in ("a", "b")]
+    for each in directories:
+        each.mkdir()
+    folders = own_folders(directories)
+    asked = Limits(manager, folders, most=3000, copies=copies, geometry=GEOMETRY)
+    none = tmp_path / "no record"
+
+    def needed(tokens: int, base: About | None) -> list[int]:
+        found = []
+        for folder in folders:
+            free = dict.fromkeys(folders, 1 << 40) | {folder: 0}
+            monkeypatch.setattr(
+                limits.shutil, "disk_usage", lambda at, free=free: SimpleNamespace(free=free[at])
+            )
+            try:
+                asked.require_room(tokens, base, none)
+                found.append(0)
+            except ExtError as error:
+                found.append(int(str(error).partition("needs ")[2].split()[0].replace(",", "")))
+        return found
+
+    whole = needed(TOKENS, None)
+    record = GEOMETRY.layers * (
+        TOKENS * GEOMETRY.entry_bytes + ROOM * GEOMETRY.heads * GEOMETRY.head_dim * 4
+    )
+    build(recorded_context(), "stx-a", folders, Options(), copies=copies)
+    written = [sum(each.stat().st_size for each in folder.iterdir()) for folder in folders]
+    header = 4096  # of the index, at most
+    assert written[0] - header <= whole[0] - record <= written[0]
+    assert written[1] - header <= whole[1] <= written[1]
+    base = Stored.open("stx-a", folders, GEOMETRY).about
+    for more, new in ((1, False), (500, True)):
+        about = base.continued(base.tokens + more, Options().window)
+        assert (about.blocks.extents > base.blocks.extents) == new
+        blocks = about.blocks.file_bytes[-1] if new else 0
+        index = about.index_bytes if copies > 1 else 0
+        assert needed(base.tokens + more, base)[1] == blocks + index
 
 
 @pytest.mark.parametrize(
