@@ -54,6 +54,8 @@ def test_server_info_shows_version_and_configuration(extension: Server) -> None:
         "block_bytes": 30 * 2 * 3 * 64 * (2 if halves else 4),
         "on_device": False,
         "layers": 30,
+        "kv_heads": 3,
+        "head_dim": 64,
         "dtype": "bfloat16" if halves else "float32",
     }
 
