@@ -51,9 +51,11 @@ def main():
                     log_level="warning", enable_tokenizer_batch_encode=True,
                     skip_tokenizer_init=True,
                     chunked_prefill_size=256, **ext)
+    def live():
+        return engine.get_server_info()["internal_states"][0].get("sgl_ext", {})
+
     def tiers():
-        live = engine.get_server_info()["internal_states"][0]
-        return live.get("sgl_ext", {}).get("tiers", {})
+        return live().get("tiers", {})
 
     result = {"rounds": []}
     for number, prompts in enumerate(rounds):
@@ -61,12 +63,12 @@ def main():
             # What staging memory still has depends on when requests are retracted: only the SSD
             # keeps its pages.
             before = None
-            while (now := tiers()) != before:
+            while (now := tiers()) != before or any(one["queue_depth"] for one in now.values()):
                 before = now
                 time.sleep(1)
             engine.flush_cache()
         result["rounds"].append(list(answers(engine, prompts)))
-    result["tiers"] = tiers()
+    result["tiers"], result["planning"] = tiers(), live().get("planning")
     print(json.dumps(result), flush=True)
     engine.shutdown()
 
@@ -113,8 +115,8 @@ def test_every_tier_gives_the_answers_of_stock_sglang(model: Path, tmp_path: Pat
 
     asked = sum(map(len, rounds[1]))
     by_token, host, by_page, restarted, *restoring = tiered
-    for system in (by_token, by_page):
-        assert hits(system[2], "ssd") > 0.5 * asked
+    for system, run in ((by_token, runs[1]), (by_page, runs[3])):
+        assert hits(system[2], "ssd") > 0.5 * asked, (run["tiers"], run["planning"])
     assert hits(host[1], "host") > 0.5 * asked
     assert hits(host[2], "host") > 0.9 * asked
     assert hits(restarted[0], "ssd") > 0.9 * sum(map(len, rounds[0]))
