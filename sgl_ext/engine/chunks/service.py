@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +22,7 @@ from sgl_ext.chunks.methods import (
 )
 from sgl_ext.client import ContextInfo
 from sgl_ext.config import Chunks, Tiers
+from sgl_ext.engine.chunks.changes import KeptChanges
 from sgl_ext.engine.chunks.fidelity import SALT
 from sgl_ext.engine.chunks.parameters import COMPOSITION, SELECTION, refused
 from sgl_ext.engine.chunks.prepare import ChunkPreparation
@@ -82,7 +82,7 @@ class ContextService(Front):
         """Name of the default link method."""
         self.contexts = Contexts(limit, time.monotonic, kept)
         """Registry of the contexts."""
-        self._kept, self._keeping = kept, asyncio.Lock()
+        self._changes = KeptChanges(self.contexts, kept)
         self._room = room
         self._preparation = ChunkPreparation(manager, page)
         self.renewal = Renewal(
@@ -95,7 +95,6 @@ class ContextService(Front):
         self._most = min(manager.context_len, pool)
         # A thread of its own: SGLang tokenizes chats in the event loop's default executor.
         self._reading = ThreadPoolExecutor(1, "sgl_ext-contexts")
-        self._committing = ThreadPoolExecutor(1, "sgl_ext-kept-contexts")
         longest = max(self._most - 2 * page - 1, 1)  # the longest chunk that create() accepts
         self.splitting = Splitting(manager.tokenizer, self._reading, longest)
         """Splitter of long texts into chunks."""
@@ -164,7 +163,7 @@ class ContextService(Front):
         if prefix:  # prompts then find the KV of their prefix, whatever their first chunk is
             await self._preparation.prefill(lead, None, salt)
         recompute = await self._preparation.prepare_all(how, lead, before, tokens, salt, tell)
-        async with self._change():
+        async with self._changes.change():
             self._require_unpinned(len(chunks))  # others may have been pinned meanwhile
             made = [
                 self.contexts.create(
@@ -187,7 +186,7 @@ class ContextService(Front):
 
     async def delete(self, id_: str, salt: str | None) -> None:
         """Deletes a context; see :meth:`Contexts.delete`."""
-        async with self._change():
+        async with self._changes.change():
             self.contexts.delete(id_, salt)
 
     async def pin(self, id_: str, salt: str | None, *, pinned: bool) -> Context:
@@ -195,39 +194,11 @@ class ContextService(Front):
 
         The KV of a context that is pinned is computed in the background, unless it is there.
         """
-        async with self._change():
+        async with self._changes.change():
             context = self.contexts.pin(id_, salt, pinned=pinned)
         if pinned:
             self.renewal.renew(context)
         return context
-
-    @asynccontextmanager
-    async def _change(self) -> AsyncIterator[None]:
-        """Surrounds a change of the contexts: keeps it in the database, or undoes all of it.
-
-        Raises:
-            ExtError: the change cannot be kept.
-        """
-        async with self._keeping:
-            if self._kept is None:
-                yield
-                return
-            try:
-                yield
-            except BaseException:
-                self.contexts.undo(self.contexts.take_changes())
-                self._kept.undo()
-                raise
-            changes = self.contexts.take_changes()
-            loop = asyncio.get_running_loop()
-            commit = loop.run_in_executor(self._committing, self._kept.commit)
-            try:
-                await asyncio.shield(commit)
-            except BaseException:
-                await asyncio.wait([commit])  # also if the request is cancelled
-                if commit.exception() is not None:
-                    self.contexts.undo(changes)
-                raise
 
     def _passages(self, tokens: Sequence[Sequence[int]], salt: str | None) -> list[tuple[int, ...]]:
         """Returns the passages that chunks are primed with: of these chunks, then of the tenant's.

@@ -110,22 +110,22 @@ class Recording:
                 await self._ask(tokens[start : start + each], part, 0)
         self._reached(count)
         if self._base is None:
-            await self._ask_questions(tokens, start, part)
+            await self._ask_questions(tokens[start:], part)
         reserve_file(self._folder).unlink(missing_ok=True)
 
-    async def _ask_questions(self, tokens: Sequence[int], start: int, part: IsRecorded) -> None:
+    async def _ask_questions(self, tokens: Sequence[int], part: IsRecorded) -> None:
         """Has the scheduler record the queries of answers to the questions.
 
         Args:
-            start: number of the first token of the last part.
-            part: the last part.
+            tokens: token ids of the last part of the context.
+            part: what is recorded of it.
         """
         asked = msgspec.structs.replace(part, kv=False, queries=0)
         await all_of(
             [
                 self._ask(
                     [
-                        *tokens[start:],
+                        *tokens,
                         *self._manager.tokenizer.encode(question, add_special_tokens=False),
                     ],
                     msgspec.structs.replace(asked, part=f"asked-{number}"),
