@@ -68,7 +68,8 @@ def report_larger(
     """Measures a server of a larger model without emulation; see :func:`report_serving`."""
     (one,) = _measure({AS_IT_IS: {}}, model, sample, pool, rounds, out).values()
     run = one.run()
-    report.runs.append({"what": "serving, a larger model", "system": AS_IT_IS, **run})
+    what = {"what": "serving, a larger model", "model": model.name, "system": AS_IT_IS}
+    report.runs.append(what | run)
     report.figures["retrieval_overhead_share_of_a_larger_model"] = run["select"] + run["assemble"]
 
 
