@@ -88,7 +88,7 @@ _WHOLE = _Sizes(
     CreationSizes(4, ("lego-16", QUERY, "primed", DEFAULT)),
     SpeedSizes({1024: 3, 4096: 2, 7936: 2, 32_768: 1}, orders=2, methods=_BY_LENGTH, as_they_are=0),
     SpeedSizes(
-        {4096: 2, 7936: 2}, orders=2, methods=_BY_LENGTH, as_they_are=0, stock_most=0, chunk=_LARGE
+        {4096: 4, 7936: 4}, orders=3, methods=_BY_LENGTH, as_they_are=0, stock_most=0, chunk=_LARGE
     ),
 )
 
