@@ -160,8 +160,8 @@ PEER = "peer-context-resize-interference"
 RATE = Column("transfer engine", "GB/s", form(2, " GB/s"))
 
 
-def _chunks(tokens: int) -> Column:
-    what = f"ttft, chunks of 512, {tokens} tokens"
+def _chunks(tokens: int, chunk: int = 512) -> Column:
+    what = f"ttft, chunks of {chunk}, {tokens} tokens"
     return Column(f"{tokens:,} tokens", "ttft_ms_p50", S_OF_MS, {"what": what})
 
 
@@ -273,6 +273,12 @@ TABLES: dict[str, Table] = {
         "TTFT",
         systems("stock", "blend-15", "lego-16", LINKED),
         [_chunks(tokens) for tokens in (1024, 4096, 7936, 32_768)],
+    ),
+    "chunks-large": Table(
+        "chunks-large",
+        "TTFT with chunks of 1,024 tokens",
+        systems("blend-15", "lego-16", LINKED),
+        [_chunks(tokens, 1024) for tokens in (4096, 7936)],
     ),
     "chunks-answers": Table(
         "chunks_answers",
