@@ -351,9 +351,10 @@ TABLES: dict[str, Table] = {
         ],
     ),
     "restore-host": Table(
-        BATCHES,
+        "restore-host",
         "in host memory",
-        systems("recompute", "load from host", "by tokens", "by layers", "either"),
+        {"HiCache": {"system": "stock with hicache"}}
+        | systems("recompute", "load from host", "by tokens", "by layers", "either"),
         [
             Column(f"{tokens:,} tokens", "ttft_ms_p50", MS, {"tokens": tokens, "what": _FROM_HOST})
             for tokens in (128, 256, 512, 1024)
