@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial as partial_of
 from itertools import chain, product
@@ -109,14 +110,10 @@ def report_selections(
         pool: tokens that the KV pool of the server holds, more than those of the sample.
         rounds: number of measured batches of each setting.
     """
-    with tempfile.TemporaryDirectory(dir=out, prefix="clusters-") as scratch:
-        directories = device_directories(Path(scratch), _DEVICES)
-        section = {"hot": _HOT, "largest": max(SHARES)}
-        system = stored_system("selections", Path(scratch), _DEVICES, pool, section)
-        with server.serve([system], model, out / "logs") as (running,):
-            contexts = _stored(running.url, sample, directories)
-            answers = _answers(running.url, sample, contexts)
-            found = _rounds(running.url, contexts, sample, batches, rounds)
+    with _served(model, pool, out) as (url, directories):
+        contexts = _stored(url, sample, directories)
+        answers = _answers(url, sample, contexts)
+        found = _rounds(url, contexts, sample, batches, rounds)
     add_answers(report, answers)
     add_speeds(report, found, {name: one.blocks for name, one in contexts.items()})
 
@@ -129,17 +126,11 @@ def report_texts(
     Args:
         pool: tokens that the KV pool of the server holds, more than those of a sample.
     """
-    with tempfile.TemporaryDirectory(dir=out, prefix="clusters-") as scratch:
-        directories = device_directories(Path(scratch), _DEVICES)
-        section = {"hot": _HOT, "largest": max(SHARES)}
-        system = stored_system("texts", Path(scratch), _DEVICES, pool, section)
-        with server.serve([system], model, out / "logs") as (running,):
-            found = [
-                partial.find(
-                    f"texts/{each.name}", partial_of(_text, running.url, each, directories)
-                )
-                for each in read
-            ]
+    with _served(model, pool, out) as (url, directories):
+        found = [
+            partial.find(f"texts/{each.name}", partial_of(_text, url, each, directories))
+            for each in read
+        ]
     for share, name in product(SHARES, ARRANGEMENTS):
         of_texts = [each[f"{share:g}/{name}"] for each in found]
         for sample, tokens in zip(read, of_texts, strict=True):
@@ -148,6 +139,16 @@ def report_texts(
         run = divergences("selections, all texts", [*chain.from_iterable(of_texts)])
         report.runs.append({"system": name, "sparsity": share, **run})
         report.figures[f"kl_of_texts_{name}_{100 * share:g}"] = run["kl"]
+
+
+@contextmanager
+def _served(model: Path, pool: int, out: Path) -> Iterator[tuple[str, list[Path]]]:
+    """Yields the URL of a server, and the directories of its devices."""
+    with tempfile.TemporaryDirectory(dir=out, prefix="clusters-") as scratch:
+        section = {"hot": _HOT, "largest": max(SHARES)}
+        system = stored_system("selections", Path(scratch), _DEVICES, pool, section)
+        with server.serve([system], model, out / "logs") as (running,):
+            yield running.url, device_directories(Path(scratch), _DEVICES)
 
 
 def _text(

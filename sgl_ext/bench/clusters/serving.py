@@ -53,11 +53,11 @@ def report_serving(
         rounds: number of measured answers of each server.
     """
     measured = _measure(_SECTIONS, model, sample, pool, rounds, out)
-    for name, one in measured.items():
-        report.runs.append({"what": "serving", "system": name, **one.run()})
-    as_it_is, ahead = measured[AS_IT_IS].run(), measured[AHEAD].run()
+    runs = {name: one.run() for name, one in measured.items()}
+    report.runs += [{"what": "serving", "system": name, **run} for name, run in runs.items()]
+    as_it_is = runs[AS_IT_IS]
     report.figures["retrieval_overhead_share"] = as_it_is["select"] + as_it_is["assemble"]
-    report.figures["prefetch_coverage"] = ahead["coverage"]
+    report.figures["prefetch_coverage"] = runs[AHEAD]["coverage"]
     medians = {name: statistics.median(one.tokens) for name, one in measured.items()}
     report.figures["read_ahead_speedup"] = medians[SLOW] / medians[AHEAD]
 

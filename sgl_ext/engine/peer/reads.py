@@ -11,8 +11,7 @@ from sgl_ext.engine.peer.stream import LayerStream
 
 
 class LentReads:
-    """Traces the forwards of prompts, and of what is computed with them, whose KV lies partly in
-    workers' memory.
+    """Adds a span for each request of an extend batch that has KV in workers' memory.
 
     A span of a forward lasts as long as the forward has waited for the layer buffers; without
     buffers, attention reads the memory in place, and the span has no duration.

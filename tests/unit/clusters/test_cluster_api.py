@@ -326,7 +326,7 @@ def test_parts_of_a_record_that_are_there_need_no_room(
 def test_room_is_asked_for_what_is_stored(
     manager: Waiting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copies: int
 ) -> None:
-    """Of a whole context, one that continues it with further blocks, and one without."""
+    """The check covers a whole context, and continuations with and without a new extent."""
     directories = [tmp_path / name for name in ("a", "b")]
     for each in directories:
         each.mkdir()
