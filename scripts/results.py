@@ -69,7 +69,7 @@ BARS = {
     "tiers": (0, "Median TTFT of later turns"),
     "chunks": (1, "Median TTFT of prompts of 4,096 tokens"),
     "restore": (0, "TTFT of a stored prefix of 4,096 tokens"),
-    "swap": (1, "TTFT, 99th percentile, under overload"),
+    "swap": (0, "TTFT, 95th percentile, under overload"),
     "peer": (0, "Longest request, in tokens"),
     "clusters": (0, "Attention mass of a tenth of the entries, relative to the best tenth"),
 }

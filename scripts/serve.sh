@@ -24,7 +24,7 @@ fi
 command=("$python" -m sglang.launch_server --enable-ext "${defaults[@]}" "$@")
 logs=$("$python" -c 'from sgl_ext.packages import cache_dir; print(cache_dir() / "logs")')
 if ! mkdir -p "$logs" 2>/dev/null || ! chmod 700 "$logs" 2>/dev/null || [[ ! -w $logs ]]; then
-    printf 'sgl_ext: starting the server (about 20 s); no log: %s cannot be written\n' "$logs" >&2
+    printf 'sgl_ext: starting the server (about 25 s); no log: %s cannot be written\n' "$logs" >&2
     exec "${command[@]}"
 fi
 find "$logs" -name 'serve-*.log' -mtime +7 -delete
@@ -40,7 +40,7 @@ server=$!
 exec 3>&-
 trap 'kill -TERM "$server" 2>/dev/null || true' TERM HUP
 trap : INT QUIT  # a terminal also sends them to the server
-printf 'sgl_ext: starting the server (about 20 s); log: %s\n' "$log" >&2
+printf 'sgl_ext: starting the server (about 25 s); log: %s\n' "$log" >&2
 ended() { ! kill -0 "$server" 2>/dev/null; }
 until ended; do wait "$server" || true; done
 status=0

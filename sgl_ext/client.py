@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -39,6 +40,12 @@ class _Listed(msgspec.Struct):
     contexts: tuple[ContextInfo, ...]
 
 
+class _Warned(msgspec.Struct):
+    """What any answer may have besides its content."""
+
+    warning: str | None = None
+
+
 def with_scheme(url: str) -> str:
     """Returns the URL of a server, with ``http://`` if it names no scheme, and no final slash."""
     return (url if "://" in url else f"http://{url}").rstrip("/")
@@ -56,7 +63,8 @@ def part(context: str | ContextInfo) -> dict[str, str]:
 class ContextCache:
     """Client of the context cache of the server at ``url``.
 
-    Every call sends one HTTP request. Threads may share an instance.
+    Every call sends one HTTP request. Threads may share an instance. What a server warns of, such
+    as contexts that its memory does not hold, is a ``UserWarning``.
 
     Args:
         api_key: API key of the server, if it has one.
@@ -113,6 +121,7 @@ class ContextCache:
             return self._ask("POST", "", _Listed, json=content).contexts
         with self._request("POST", "", json={**content, "stream": True}, stream=True) as answer:
             found = result_of(answer, tell)
+        _warn(msgspec.convert(found, _Warned))
         return msgspec.convert(found, _Listed).contexts
 
     def get(self, id_: str) -> ContextInfo:
@@ -143,6 +152,7 @@ class ContextCache:
         try:
             # msgspec inspects a type at its first use, and crashes if two threads do so at once.
             with _DECODING:
+                _warn(msgspec.json.decode(answer.content, type=_Warned))
                 return msgspec.json.decode(answer.content, type=type_)
         except msgspec.DecodeError as error:
             raise ExtError(
@@ -166,6 +176,11 @@ class ContextCache:
         if not answer.ok:
             raise refusal(url, answer, "chunks")
         return answer
+
+
+def _warn(answer: _Warned) -> None:
+    if answer.warning is not None:
+        warnings.warn(answer.warning, stacklevel=4)
 
 
 def result_of(answer: requests.Response, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -210,6 +225,11 @@ def refusal(url: str, answer: requests.Response, section: str) -> ExtError:
             pass
         case _:
             found = answer.text
+    if answer.status_code in (401, 403):
+        return ExtError(
+            f"{url} answered {answer.status_code}: {str(found)[:_LONGEST_ECHO]}; give the server's "
+            "API key, or its admin API key if it has one"
+        )
     if answer.status_code == 404:
         return ExtError(
             f"{url} was not found; start the server with --enable-ext and a {section} section in "

@@ -10,6 +10,7 @@ TABLES: dict[str, Table | Figures] = {
         "preempted requests are",
         {
             "recomputed": {"system": "recompute"},
+            "recomputed beside a tier": {"system": "recompute beside a tier"},
             "swapped page by page, all wait (vLLM's way, FastSwitch §2.2)": {
                 "system": "per page, waiting"
             },

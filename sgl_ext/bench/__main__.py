@@ -48,8 +48,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="measure only a few rounds: up to 5 minutes on 2 cores for most benchmarks, about 10 "
-        "for peer and restore, 25 for chunks and 42 for together",
+        help="measure only a few rounds: up to 5 minutes on 2 cores for most benchmarks, about 8 "
+        "for clusters, 10 for peer and restore, 25 for chunks and 42 for together",
     )
     parser.add_argument("--out", type=Path, default=Path("bench-results"), metavar="DIR")
     parser.add_argument(

@@ -6,7 +6,7 @@ import json
 import random
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -36,7 +36,12 @@ _DECODED = 16
 """Tokens that each of them generates."""
 
 
-def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple[Profile, Path]:
+def calibrate(
+    model: Path,
+    config: ExtConfig,
+    arguments: Sequence[str],
+    tell: Callable[[str], None] = lambda _tier: None,
+) -> tuple[Profile, Path]:
     """Measures servers on ``model`` and saves the profile in the user's cache.
 
     Each tier is measured alone. The SSD tier uses temporary folders, which are removed
@@ -45,6 +50,7 @@ def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple
     Args:
         config: Configuration with a ``tiers`` section, whose tiers are measured.
         arguments: Further arguments of the server, the same that it will be started with later.
+        tell: Called with the name of each tier before it is measured.
 
     Returns:
         The profile, and the path that it was saved to.
@@ -52,6 +58,8 @@ def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple
     Raises:
         ExtError: The configuration has nothing to calibrate, a server does not start or answer, or
             a tier has loaded nothing.
+        OSError: the profile cannot be written.
+        ValueError: the forwards do not determine the costs.
     """
     if config.tiers is None:
         raise ExtError("nothing to calibrate: the configuration has no tiers section; add one")
@@ -60,6 +68,7 @@ def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple
     deadline = config.start_deadline
     with tempfile.TemporaryDirectory(prefix="sgl_ext-calibrate-") as logs:
         for name, alone in _one_by_one(config.tiers):
+            tell(name)
             with alone as section:
                 only = config.model_copy(update={"tiers": section})
                 more = ("--max-total-tokens", str(_POOL)) if name == HOST else ()
@@ -85,7 +94,8 @@ def calibrate(model: Path, config: ExtConfig, arguments: Sequence[str]) -> tuple
 def _system(name: str, config: ExtConfig, arguments: Sequence[str]) -> server.System:
     """Returns a server with the sections of ``config`` that are measured."""
     resolved = config.resolved()
-    sections = {name: resolved[name] for name in ("memory", "tiers", "restore")}
+    measured = ("memory", "tiers", "restore")
+    sections = {name: resolved[name] for name in measured if name in resolved}
     command = (*arguments, "--enable-ext", "--ext-config", json.dumps(sections))
     return server.System(name, command)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,6 +67,7 @@ def _options(
     ] = False,
 ) -> None:  # fmt: skip
     """Accepts the options that stand before a command."""
+    warnings.showwarning = lambda message, *_: typer.echo(f"sgl_ext: {message}", err=True)
 
 
 @contextmanager
@@ -87,9 +89,10 @@ def text_of(file: Path) -> str:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ExtError(f"{file} cannot be read: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ExtError(f"{file} cannot be read: {why}; give the path of a text in UTF-8") from None
     if not text.strip():
-        raise ExtError(f"{file} has no text")
+        raise ExtError(f"{file} has no text; give a file with some")
     return text
 
 

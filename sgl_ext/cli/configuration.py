@@ -46,8 +46,16 @@ def init(
         if out is None:
             sys.stdout.write(text)
             return
-        with out.open("x", encoding="utf-8") as file:
-            file.write(text)
+        try:
+            file = out.open("x", encoding="utf-8")
+        except FileExistsError:
+            fail(f"{out} exists already; remove it, or choose another --out")
+        try:
+            with file:
+                file.write(text)
+        except OSError:
+            out.unlink(missing_ok=True)
+            raise
     typer.echo(f"wrote {out}; check it with: sgl-ext doctor --config {out}", err=True)
 
 
@@ -104,8 +112,12 @@ def calibrate(
     from sgl_ext.calibration.profile import calibrate as measure
 
     chosen = configuration(config)
-    with failing():
-        profile, path = measure(model_path, chosen, context.args)
+    with failing(OSError, ValueError), progress("starting a server") as shown:
+
+        def tell(tier: str) -> None:
+            shown(f"measuring with {tier}")
+
+        profile, path = measure(model_path, chosen, context.args, tell)
     if as_json:
         print_json({"path": str(path), "profile": msgspec.to_builtins(profile)})
         return

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sgl_ext.cli.app import JsonOption, app, fail, failing, print_json
+from sgl_ext.cli.app import JsonOption, app, fail, failing, print_json, progress
 from sgl_ext.config import SECTIONS
 
 
@@ -28,8 +28,11 @@ def demo(
     if power not in DEMOS:
         fail(f"{power!r} is none of {', '.join(DEMOS)}", 2)
     began = time.monotonic()
-    with failing(OSError):
-        sides = [*DEMOS[power]()]
+    sides = []
+    with failing(OSError), progress("starting servers") as tell:
+        for side in DEMOS[power]():
+            sides.append(side)
+            tell(f"shown: {side.title}")
     if as_json:
         print_json([{"title": side.title, "seconds": side.seconds, **side.rows} for side in sides])
         return

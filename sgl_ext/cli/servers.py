@@ -96,7 +96,10 @@ def verify(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(context: typer.Context) -> None:
-    """Runs a benchmark, like python -m sgl_ext.bench: NAME [--quick] [--out DIR]."""
+    """Runs a benchmark: NAME [--quick] [--part PART] [--out DIR].
+
+    It is the same as python -m sgl_ext.bench, whose --help lists the benchmarks.
+    """
     from sgl_ext.bench.__main__ import main as run
 
     run(context.args)

@@ -42,7 +42,8 @@ restore: {}
 """
 _CHUNKS = """\
 # Documents are computed once, by POST /ext/chunks or sgl-ext contexts create, and are linked at any
-# position of any prompt. Linked answers are approximate: sgl-ext doctor --model-path DIR.
+# position of any prompt. Linked answers are approximate; how far they diverge on a model:
+# sgl-ext doctor --config THIS_FILE --model-path DIR
 chunks:
   # Contexts outlive a restart if a database keeps them:
   # directory: /var/lib/sgl_ext

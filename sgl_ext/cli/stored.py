@@ -14,6 +14,7 @@ from rich.table import Table
 
 from sgl_ext.cli.app import (
     DEFAULT_URL,
+    AdminKeyOption,
     JsonOption,
     KeyOption,
     SaltOption,
@@ -39,6 +40,7 @@ def store(
     file: Annotated[Path, typer.Argument(help="Text of the context, in UTF-8.")],
     url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
+    admin_api_key: AdminKeyOption = None,
     cache_salt: SaltOption = None,
     base: Annotated[
         Optional[str],  # noqa: UP045  (typer reads it)
@@ -47,7 +49,7 @@ def store(
     as_json: JsonOption = False,
 ) -> None:
     """Has a running server store a text on its devices, and prints the id of the context."""
-    server = StoredContexts(url, api_key, cache_salt)
+    server = StoredContexts(url, admin_api_key or api_key, cache_salt)
     with failing(), progress("waiting") as shown:
         text, began = text_of(file), time.monotonic()
 
@@ -89,7 +91,8 @@ def list_(
         table.add_row(id_, "", "", f"[red]{escape(reason)}[/]")
     Console().print(table)
     if found["damaged"]:
-        typer.echo(f"sgl_ext: {found['damaged']} indexes cannot be read", err=True)
+        damaged = f"{found['damaged']} indexes cannot be read; the server's log names their files"
+        typer.echo(f"sgl_ext: {damaged}", err=True)
 
 
 @_stored.command()
@@ -97,10 +100,11 @@ def delete(
     ids: Annotated[list[str], typer.Argument(help="Ids of the contexts.")],
     url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
+    admin_api_key: AdminKeyOption = None,
     cache_salt: SaltOption = None,
 ) -> None:
     """Deletes stored contexts; requests that follow them run to their end."""
-    delete_each(StoredContexts(url, api_key, cache_salt).delete, ids)
+    delete_each(StoredContexts(url, admin_api_key or api_key, cache_salt).delete, ids)
 
 
 @app.command()

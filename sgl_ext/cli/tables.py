@@ -102,8 +102,8 @@ def _restore(found: State) -> str:
 
 def _swap(found: State) -> str:
     return (
-        f"{found['swapped_out']:,} requests out, {found['swapped_in']:,} in, "
-        f"{found['swapped']:,} are out; {found['recomputed']:,} recomputed "
+        f"{found['swapped_out']:,} requests swapped out, {found['swapped_in']:,} resumed, "
+        f"{found['swapped']:,} out now; {found['recomputed']:,} recomputed "
         f"({found['recomputed_tokens']:,} tokens)"
     )
 

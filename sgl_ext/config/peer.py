@@ -50,6 +50,9 @@ class Peer(Section):
             raise ValueError("role master requires capacity, the most bytes that it borrows")
         if self.role == "worker" and (self.stream != "direct" or self.emulate or self.busy_rate):
             raise ValueError("stream, busy_rate and emulate require role master; remove them")
+        lends = self.keep != 0 or self.window != 60.0 or self.granularity != "auto"
+        if self.role == "master" and lends:
+            raise ValueError("keep, window and granularity require role worker; remove them")
         if (self.emulate or self.busy_rate) and self.stream == "direct":
             raise ValueError(
                 "busy_rate and emulate limit copies through layer buffers only; set stream to "

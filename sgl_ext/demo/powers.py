@@ -84,7 +84,7 @@ def swap() -> Iterator[Side]:
     """Shows requests that take turns because the device holds few: recomputed, or swapped."""
     turns = {"policy": "round-robin", "quantum": 25}
     # Without room in host memory, as in SGLang, a request whose turn ends is recomputed.
-    sizes = {"recomputed": "2MiB", "swapped out and in": "512MiB"}
+    sizes = {"recomputed": "2MiB", "swapped out and resumed": "512MiB"}
     configs = {
         title: {"tiers": {"host": {"capacity": size}}, "swap": {"capacity": size, **turns}}
         for title, size in sizes.items()
@@ -157,4 +157,6 @@ def _wait_until_lent(target: Target) -> None:
         ):
             return
         time.sleep(0.2)
-    raise ExtError(f"the worker has lent no memory in {_LENDING_S:g} s; see the servers' logs")
+    raise ExtError(
+        f"the worker has lent no memory in {_LENDING_S:g} s; end other programs, and try again"
+    )

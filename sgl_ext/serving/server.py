@@ -144,7 +144,9 @@ def free_port() -> int:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _held.append(held)
         return port
-    raise ExtError(f"{_PORTS_TRIED} ports from {_PORTS.start} to {_PORTS.stop - 1} were in use")
+    raise ExtError(
+        f"{_PORTS_TRIED} ports from {_PORTS.start} to {_PORTS.stop - 1} were in use; end some"
+    )
 
 
 def _wait_until_ready(server: Server, give_up: float) -> None:

@@ -36,7 +36,8 @@ def test_starters_are_valid_configurations(use: str, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     config = load(file)
     assert config.sections()
-    assert run("init", use, "--out", str(file)).exit_code == 1  # it exists
+    again = run("init", use, "--out", str(file))
+    assert again.exit_code == 1 and "exists already" in again.stderr
     assert config.tiers is None or config.tiers.ssd is None
 
 
@@ -81,6 +82,8 @@ class Handler(BaseHTTPRequestHandler):
         name = self.path.partition("?")[0]
         if name.endswith(("/pin", "/unpin")):
             changed = {**CONTEXT, "pinned": name.endswith("/pin")}
+            if "full" in name:
+                changed["warning"] = "no room for its KV"
             self._send("application/json", json.dumps(changed))
             return
         made: dict[str, Any] = {"contexts": [CONTEXT]} if "chunks" in self.path else STORED
@@ -94,6 +97,9 @@ class Handler(BaseHTTPRequestHandler):
         self._send("application/json", json.dumps({**found, "storing": {"stx-3": "layer 3/30"}}))
 
     def do_DELETE(self) -> None:
+        if self.headers.get("authorization") != "Bearer admin" and "guarded" in self.path:
+            self.send_error(401)
+            return
         self.asked.append(("DELETE", self.path, None))
         self._send("application/json", json.dumps({"deleted": "it"}))
 
@@ -152,6 +158,12 @@ def test_contexts_are_pinned_and_unpinned(url: str) -> None:
     ]  # fmt: skip
 
 
+def test_warnings_of_the_server_are_printed(url: str) -> None:
+    pinned = run("contexts", "pin", "full", "--url", url, "--json")
+    assert json.loads(pinned.stdout) == {"contexts": [{**CONTEXT, "pinned": True}]}
+    assert pinned.stderr == "sgl_ext: no room for its KV\n"
+
+
 @pytest.mark.parametrize("pinned", [True, False])
 def test_pinned_contexts_are_marked_in_the_list(
     url: str, pinned: bool, monkeypatch: pytest.MonkeyPatch
@@ -173,6 +185,14 @@ def test_stored_contexts_are_stored_listed_and_deleted(url: str, tmp_path: Path)
     assert "1 indexes cannot be read" in listed.stderr
     assert run("stored", "delete", "a/b", "--url", url).stdout == "deleted a/b\n"
     assert Handler.asked[-1][:2] == ("DELETE", "/ext/clusters/a%2Fb")
+
+
+def test_stored_contexts_are_deleted_with_the_admin_key(url: str) -> None:
+    delete = ("stored", "delete", "guarded", "--url", url)
+    refused = run(*delete, "--api-key", "user")
+    assert refused.exit_code == 1 and "admin API key" in refused.stderr
+    both = ("--api-key", "user", "--admin-api-key", "admin")
+    assert run(*delete, *both).stdout == "deleted guarded\n"
 
 
 @pytest.mark.parametrize(

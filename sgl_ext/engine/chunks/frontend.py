@@ -34,7 +34,7 @@ class Chunk(SglExpr):
         if not isinstance(text_or_id, str):
             raise TypeError(f"a chunk must be a text or the id of a context, found {text_or_id!r}")
         if not text_or_id:
-            raise ExtError("a chunk cannot be empty")
+            raise ExtError("a chunk cannot be empty; give a text, or the id of a context")
         self.is_id = _ID.fullmatch(text_or_id) is not None
         if self.is_id and method is not None:
             raise ExtError(f"{text_or_id} is already prepared for a link method; omit {method!r}")

@@ -31,6 +31,7 @@ from sgl_ext.engine.core.sglang_types import (
 )
 from sgl_ext.engine.core.tracing import trace
 from sgl_ext.engine.core.unserved import LORA, PIPELINE
+from sgl_ext.engine.front.custom_params import STORED
 from sgl_ext.errors import ExtError
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class ClustersPower(Power[Clusters]):
     needs_slab = True
     hooks = hooks.HOOKS
     path = "/ext/clusters"
+    param = STORED
     unserved = (
         *PIPELINE,
         ("tp_size", lambda size: size > 1, "tensor parallelism"),

@@ -180,7 +180,9 @@ class Recording:
                     "device"
                 )
             if not self._folder.exists():
-                raise ExtError("the record of the context was removed while it was computed")
+                raise ExtError(
+                    "the record of the context was removed while it was computed; store it again"
+                )
             if time.monotonic() > end:
                 raise ExtError(
                     f"{part.name} was not written within {_WRITE_DEADLINE_S:g} s; try again"

@@ -66,6 +66,8 @@ class Power(Generic[SectionT]):
     """Name of the power's section, of its packages and of its part of ``/server_info``."""
     path: ClassVar[str | None] = None
     """Path prefix of the power's HTTP routes; None if it has none."""
+    param: ClassVar[str | None] = None
+    """Key of the power in the ``custom_params`` of users' requests; None if it has none."""
     hooks: ClassVar[tuple[Hook, ...]] = ()
     """Hooks on places of a scheduler that no other power needs."""
     launcher_hooks: ClassVar[tuple[Hook, ...]] = ()

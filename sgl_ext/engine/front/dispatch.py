@@ -11,6 +11,7 @@ from sgl_ext.engine.core.power import Answer
 from sgl_ext.engine.core.sglang_types import GenerateReqInput, ServerArgs, TokenizerManager
 from sgl_ext.engine.front import errors, openai_reports
 from sgl_ext.engine.front.fronts import add_front, fronts_of
+from sgl_ext.engine.front.off_params import OffParams
 from sgl_ext.engine.workarounds import validation
 from sgl_ext.errors import ExtError
 
@@ -49,12 +50,12 @@ def _serve(
             refuse(error)
         if front is not None:
             add_front(manager, front)
+    on = config.sections()
+    off = [kind for kind in ORDER if kind.name not in on]
+    add_front(manager, OffParams({kind.param: kind.name for kind in off if kind.param}))
     app.add_middleware(openai_reports.OpenaiReports)
     # The middleware that is added last is the outermost one, and sees what the others raise.
-    on = config.sections()
-    errors.install(
-        app, {kind.name: kind.path for kind in ORDER if kind.path and kind.name not in on}
-    )
+    errors.install(app, {kind.name: kind.path for kind in off if kind.path})
 
 
 async def _generate(

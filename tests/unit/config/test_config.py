@@ -174,6 +174,15 @@ def test_a_master_address_without_host_and_port_is_refused(master: str) -> None:
     assert "tiers.remote.master" in error_of({"tiers": {"remote": {"master": master}}})
 
 
+@pytest.mark.parametrize("term", [{"keep": 1}, {"window": "1s"}, {"granularity": "unit"}])
+def test_terms_of_lending_are_refused_for_a_master(term: dict[str, object]) -> None:
+    master = {"role": "master", "directory": "/run/peers", "capacity": "1GiB"}
+    wanted = "keep, window and granularity require role worker; remove them"
+    assert wanted in error_of({"peer": {**master, **term}})
+    described = load({"peer": master}).resolved()  # has them with their defaults
+    assert load(described).peer == load({"peer": master}).peer
+
+
 def test_duplicate_or_empty_directories_are_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     directories = [str(tmp_path), str(tmp_path / "link")]
