@@ -148,6 +148,29 @@ TABLES: dict[str, Table | Figures] = {
             ),
         ],
     ),
+    "clusters-texts": Table(
+        "clusters-texts",
+        "entries that share a block",
+        {
+            "16 consecutive tokens": {"system": "pages"},
+            "consecutive tokens, of our size": {"system": "position"},
+            "none": {"system": "entry"},
+            "similar ones (ours)": {"system": "ours"},
+        },
+        [
+            *(
+                Column(
+                    f"{title} {name}".strip(), key, form(3),
+                    {"what": "selections, all texts", "sparsity": share},
+                )
+                for name, share in (("a twentieth", 0.05), ("a tenth", 0.1), ("a quarter", 0.25))
+                for title, key in (("KL,", "kl"), ("from,", "kl_low"), ("to,", "kl_high"))
+            ),
+            Column(
+                "code, a twentieth", "kl", form(3), {"what": "selections, code", "sparsity": 0.05}
+            ),
+        ],
+    ),
     "clusters-quality": Table(
         "clusters-quality",
         "attention",
