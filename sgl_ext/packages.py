@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from sgl_ext.errors import ExtError
+from sgl_ext.progress import say
 
 _DOWNLOAD_DEADLINE_S = 1800
 
@@ -92,7 +93,7 @@ def _download(requirement: str, into: Path, *, sdist: bool = False) -> Path:
     command += ["--no-deps", "--dest", str(into), requirement]
     if sdist:
         command += ["--no-binary", requirement.partition("==")[0]]
-    print(f"sgl_ext: downloading {requirement}", file=sys.stderr)
+    say(f"downloading {requirement}")
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=_DOWNLOAD_DEADLINE_S, check=False

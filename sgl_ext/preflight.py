@@ -26,6 +26,8 @@ from sgl_ext.planning.profile import PROFILES, known
 Verdict = Literal["ok", "note", "fail"]
 
 _LEAST_SHARED_MEMORY = 64 << 20
+_CLIENT_S = 60.0
+"""Time in which Mooncake's client must load, in seconds."""
 _DATABASE_BYTES = 1 << 16
 """Bytes that a new database takes."""
 
@@ -185,9 +187,16 @@ def _page_hash() -> Check:
 def _remote_client() -> Check:
     """Loads Mooncake's client in a separate process, because it starts threads and writes a log."""
     program = "from sgl_ext.tiers.mooncake import library; library()"
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    try:
+        result = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=False,
+            timeout=_CLIENT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return Check(
+            "remote tier", "fail", f"Mooncake's client did not load within {_CLIENT_S:g} s",
+            "install it again, or remove tiers.remote",
+        )  # fmt: skip
     if result.returncode:
         found = result.stderr.strip().rpartition("\n")[2].partition("remote tier: ")[2]
         return Check("remote tier", "fail", *_found_and_todo(found or result.stderr[-500:]))

@@ -1,4 +1,4 @@
-"""Progress reports of a benchmark, on standard error."""
+"""Progress reports on standard error."""
 
 from __future__ import annotations
 

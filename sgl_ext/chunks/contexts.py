@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from sgl_ext.errors import ExtError
+from sgl_ext.errors import ExtError, UnknownContextError
 
 logger = logging.getLogger(__name__)
 
@@ -20,15 +20,6 @@ _SLACK = 64
 without the entries of removed contexts."""
 _UNPINNED = 8
 """Contexts of the limit that cannot be pinned. The probe at start has 7 contexts at once."""
-
-
-class UnknownContextError(ExtError):
-    """Error for an id that never existed, was removed, has expired or belongs to another tenant.
-
-    It does not disclose which of these is the case.
-    """
-
-    status = 404
 
 
 @dataclass(frozen=True)

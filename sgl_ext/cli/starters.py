@@ -132,7 +132,7 @@ def starter(use: str, directories: Sequence[Path] = ()) -> str:
             )
         values |= {
             "disk": _written(disk),
-            "tokens": f"{round(disk * len(directories) // _TOKEN_BYTES, -4):,}",
+            "tokens": f"{_rounded(disk * len(directories) // _TOKEN_BYTES):,}",
         }
     texts = {
         "tiers": _TIERS + (_SSD if directories else _NO_SSD),
@@ -148,6 +148,11 @@ def starter(use: str, directories: Sequence[Path] = ()) -> str:
     parts = [texts[part] for part in _PARTS[use]]
     filled = [part if part in (_CHUNKS, _RESTORE) else part.format(**values) for part in parts]
     return head + "".join(filled)
+
+
+def _rounded(tokens: int) -> int:
+    """Returns a number of tokens with two digits that count."""
+    return round(tokens, 2 - len(str(tokens)))
 
 
 def _run_directory() -> Path:

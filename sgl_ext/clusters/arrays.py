@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from sgl_ext.decoding import decode
 from sgl_ext.errors import ExtError, reason_of
 from sgl_ext.own_files import open_own
 
@@ -35,8 +35,6 @@ Arrays = dict[str, NDArray[Any]]
 Shapes = Mapping[str, tuple[type[np.generic], tuple[int, ...]]]
 """Dtype and shape of each array, by its name."""
 About = TypeVar("About", bound=msgspec.Struct)
-Decoded = TypeVar("Decoded")
-_DECODING = threading.Lock()
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
@@ -122,7 +120,7 @@ class ArrayFile(Generic[About]):
         self._path = path
         with _opened(path) as fd:
             header, tensors, start = _read_header(path, fd)
-            self.about: About = _decode(header.about, kind)
+            self.about: About = decode(header.about, kind)
             self.shapes = shapes(self.about)
             _require_shapes(tensors, self.shapes, os.fstat(fd).st_size - start)
             if header.digests.keys() != self.shapes.keys():
@@ -155,7 +153,7 @@ def load_about(path: Path, kind: type[About]) -> About:
         DamagedError: See :func:`load`.
     """
     with _opened(path) as fd:
-        return _decode(_read_header(path, fd)[0].about, kind)
+        return decode(_read_header(path, fd)[0].about, kind)
 
 
 @contextmanager
@@ -182,26 +180,20 @@ def _read_header(path: Path, fd: int) -> tuple[_Header, dict[str, _Tensor], int]
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     if not 0 < length <= _LARGEST_HEADER:
         raise ValueError(f"its header has an invalid length of {length} B")
-    found = _decode(os.pread(fd, length, 8), dict[str, msgspec.Raw])
+    found = decode(os.pread(fd, length, 8), dict[str, msgspec.Raw])
     if "__metadata__" not in found:
         raise ValueError("it has no metadata")
-    metadata = _decode(found.pop("__metadata__"), _Metadata)
+    metadata = decode(found.pop("__metadata__"), _Metadata)
     if _digest_of(metadata.sgl_ext) != metadata.digest:
         raise _differing(path)
-    header = _decode(metadata.sgl_ext, _Header)
+    header = decode(metadata.sgl_ext, _Header)
     if header.version != VERSION:
         raise DamagedError(
             f"{path.name} has format version {header.version}, but sgl_ext reads version "
             f"{VERSION}; store the context again"
         )
-    tensors = {name: _decode(raw, _Tensor) for name, raw in found.items()}
+    tensors = {name: decode(raw, _Tensor) for name, raw in found.items()}
     return header, tensors, 8 + length
-
-
-def _decode(raw: bytes | str | msgspec.Raw, kind: type[Decoded]) -> Decoded:
-    # msgspec inspects a type at its first use, and crashes if two threads do so at once.
-    with _DECODING:
-        return msgspec.json.decode(raw, type=kind)
 
 
 def _require_shapes(tensors: Mapping[str, _Tensor], expected: Shapes, size: int) -> None:

@@ -17,21 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_ext._native import _clusters
+from sgl_ext.clusters.about import About
 from sgl_ext.clusters.arrays import Arrays, save
 from sgl_ext.clusters.codes import Codes
 from sgl_ext.clusters.files import FULL, no_room
+from sgl_ext.clusters.geometry import Geometry
 from sgl_ext.clusters.paths import index_file, scratch_of
 from sgl_ext.clusters.placement import Blocks
 from sgl_ext.clusters.profile import Options, Profile
-from sgl_ext.clusters.recorded import Geometry, Recorded, RecordedLayer
-from sgl_ext.clusters.stored import (
-    About,
-    Layer,
-    Stored,
-    files_of,
-    out_of_range,
-    require_no_loss,
-)
+from sgl_ext.clusters.recorded import Recorded, RecordedLayer
+from sgl_ext.clusters.stored import Layer, Stored, files_of, out_of_range, require_no_loss
 from sgl_ext.errors import ExtError, reason_of
 
 _WRITTEN = 4096

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import requests
 
-from sgl_ext.client import refusal, result_of, with_scheme
+from sgl_ext.client import refusal, result_of, sent, with_scheme
 from sgl_ext.errors import ExtError
 
 _CONNECT_S = 10.0
@@ -24,7 +24,7 @@ class StoredContexts:
         cache_salt: Salt of the tenant. Requests that follow its contexts must send the same one.
 
     Every method raises ExtError if the server does not answer or refuses, with its reason;
-    :class:`~sgl_ext.chunks.contexts.UnknownContextError` for a context that it does not have.
+    :class:`~sgl_ext.errors.UnknownContextError` for a context that it does not have.
     """
 
     def __init__(self, url: str, api_key: str | None = None, cache_salt: str | None = None) -> None:
@@ -74,12 +74,8 @@ class StoredContexts:
 
     def _ask(self, verb: str, path: str, **content: Any) -> requests.Response:
         url = self._route + path
-        try:
-            answer = requests.request(
-                verb, url, headers=self._headers, timeout=(_CONNECT_S, _SILENCE_S), **content
-            )
-        except requests.RequestException as error:
-            raise ExtError(f"no answer from {url}: {error}; is a server running there?") from None
+        timeout = (_CONNECT_S, _SILENCE_S)
+        answer = sent(verb, url, headers=self._headers, timeout=timeout, **content)
         if not answer.ok:
             raise refusal(url, answer, "clusters")
         return answer

@@ -31,7 +31,7 @@ from sgl_ext.clusters.paths import (
     scratch_of,
 )
 from sgl_ext.clusters.records import KEPT_S, expire, remove_record, resumable
-from sgl_ext.errors import ExtError
+from sgl_ext.errors import ExtError, UnknownContextError
 from sgl_ext.own_files import make_own_folder, open_own
 
 _FOLDER = "sgl_ext-contexts"
@@ -40,16 +40,9 @@ MOST_COPIES = 2
 """Maximum number of copies of a context's blocks, and of its index."""
 
 
-class UnknownContextError(ExtError):
-    """Error for a context that never existed, was deleted, or belongs to another tenant.
-
-    The message is the same in each case.
-    """
-
-    status = 404
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"stored context {name!r:.200} not found; store it again")
+def unknown(name: str) -> UnknownContextError:
+    """Returns the error for a context that does not exist, or belongs to another tenant."""
+    return UnknownContextError(f"stored context {name!r:.200} not found; store it again")
 
 
 def own_folders(directories: Sequence[Path]) -> tuple[Path, ...]:
@@ -80,7 +73,7 @@ def require(name: str, directories: Sequence[Path]) -> list[Path]:
         ExtError: There is none where the index can be looked up.
     """
     if not _NAME.fullmatch(name):
-        raise UnknownContextError(name)
+        raise unknown(name)
     found, failed = [], None
     for device, directory in enumerate(directories[:MOST_COPIES]):
         path = index_file(directory, name)
@@ -95,7 +88,7 @@ def require(name: str, directories: Sequence[Path]) -> list[Path]:
                 "device"
             )
     if not found:
-        raise failed or UnknownContextError(name)
+        raise failed or unknown(name)
     return found
 
 

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from sgl_ext._native import _clusters
 from sgl_ext.clusters.activations import Activations, attention_mass, log_sum
 from sgl_ext.clusters.codes import Codes
-from sgl_ext.clusters.recorded import RecordedLayer, as_float32
+from sgl_ext.clusters.geometry import as_float32
+from sgl_ext.clusters.recorded import RecordedLayer
 from sgl_ext.clusters.stored import Layer
 from sgl_ext.errors import ExtError
 

@@ -67,10 +67,12 @@ def expire(directory: Path, seconds: float) -> None:
     """Removes interrupted records to which nothing was added for ``seconds``."""
     for folder in records(directory):
         if (fd := _claim(folder)) is not None:
-            with suppress(FileNotFoundError):
-                if time.time() - folder.stat().st_mtime >= seconds:
-                    remove_record(folder)
-            os.close(fd)
+            try:
+                with suppress(FileNotFoundError):
+                    if time.time() - folder.stat().st_mtime >= seconds:
+                        remove_record(folder)
+            finally:
+                os.close(fd)
 
 
 def resumable(directory: Path) -> list[Path]:

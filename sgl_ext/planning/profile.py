@@ -152,7 +152,7 @@ def save(profile: Profile, directory: Path) -> Path:
         with os.fdopen(fd, "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
         Path(partial).rename(path)
-    except OSError:
+    except BaseException:
         Path(partial).unlink(missing_ok=True)
         raise
     return path

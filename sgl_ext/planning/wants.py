@@ -257,7 +257,8 @@ class Wants:
                 if count := int(np.count_nonzero(kept[first:end])):
                     request.landed[tier] = request.landed.get(tier, 0) + count
             names = self._publish(one, kept)
-            pinned = self._host.places(names)
+            # Texts that share pages may have a page in two runs, one of which was here already.
+            pinned = np.setdiff1d(self._host.places(names), request.pinned)
             self._host.pin(pinned)
             request.pinned = np.concatenate((request.pinned, pinned))
             request.seconds = self._clock() - request.asked

@@ -60,7 +60,7 @@ def wait_until_stored(
         ExtError: they still store pages at the deadline.
     """
     give_up = time.monotonic() + _DEADLINE_S
-    states = states or (lambda: [live(url)])
+    states = states or (lambda: _states(url))
     quiet = 0
     while time.monotonic() < give_up:
         tiers = [tier for each in states() for tier in each.get("tiers", {}).values()]
@@ -93,14 +93,18 @@ def forget(url: str) -> None:
 
 
 def live(url: str) -> dict[str, Any]:
-    """Returns the state of the extension in a running server; empty for stock SGLang.
+    """Returns the state of the extension in a server's first scheduler; empty for stock SGLang.
 
     Raises:
         ExtError: the server does not answer.
     """
+    return _states(url)[0]
+
+
+def _states(url: str) -> list[dict[str, Any]]:
+    """Returns the state of the extension in each scheduler."""
     found = _answer("GET", f"{url}/server_info").json()
-    state: dict[str, Any] = found["internal_states"][0].get("sgl_ext", {})
-    return state
+    return [each.get("sgl_ext", {}) for each in found["internal_states"]]
 
 
 def model_info(url: str) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from sgl_ext.memory.tickets import COPY_DEADLINE_S
 from sgl_ext.memory.transfer import Lane, TransferEngine
 from sgl_ext.planning.costs import Costs
 from sgl_ext.tiers.arena import Arena, stride_of
-from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
+from sgl_ext.tiers.copies import DeviceCopies
 from sgl_ext.tiers.host import HostPages
+from sgl_ext.tiers.layer_loads import LayerLoads
 from sgl_ext.tiers.layer_major import layer_major
 from sgl_ext.tiers.lower import LowerTier
 from sgl_ext.tiers.stack import TierStack

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,17 +12,11 @@ from sgl_ext.memory.in_flight import BlocksInFlight, Together
 from sgl_ext.memory.runs import copy_rows, run_starts
 from sgl_ext.memory.slab import Slab
 from sgl_ext.memory.streams import Streams
-from sgl_ext.memory.transfer import (
-    Lane,
-    Priority,
-    Ticket,
-    TransferCancelledError,
-    TransferEngine,
-    TransferError,
-)
+from sgl_ext.memory.transfer import Lane, Priority, Ticket, TransferEngine
 from sgl_ext.planning.costs import HOST, HOST_OUT, Costs
 from sgl_ext.tiers.arena import Arena, Pages
 from sgl_ext.tiers.copy_times import CopyTimes
+from sgl_ext.tiers.layer_loads import layer_groups
 from sgl_ext.tiers.layer_major import LayerMajor
 
 
@@ -129,44 +123,51 @@ class DeviceCopies:
                 in the page, int64 ``[tokens]``; at least one.
             slots: Slots of the slab, in the same order.
         """
-        layout, stride = self._slab.layout, self._arena.stride
-        size, pages = layout.token_bytes, places // layout.page
-        if self._layer_major:
-            return self._fill_rows(places, slots)
-        # A piece is a run of tokens within a page. Pieces of one length whose sources are a page
-        # apart, and whose targets are contiguous, are the rows of one copy.
+        page = self._slab.layout.page
+        pages = places // page
+        # A piece is a run of tokens within a page.
         cut = (np.diff(places) != 1) | (np.diff(slots) != 1) | (np.diff(pages) != 0)
         first = np.flatnonzero(np.concatenate(([True], cut)))
-        source = self._arena.address + pages[first] * stride + places[first] % layout.page * size
-        target = self._slab.address + slots[first] * size
-        width = np.diff(first, append=len(places)) * size
-        same = (np.diff(width) == 0) & (np.diff(source) == stride) & (np.diff(target) == width[1:])
-        row = np.flatnonzero(np.concatenate(([True], ~same)))
-        height = np.diff(row, append=len(first))
-        rows = copy_rows(source[row], target[row], width[row], height, stride, width[row])
+        pieces = (self.addresses(pages[first]), places[first] % page, slots[first])
+        copies = self._layers_of_pieces if self._layer_major else self._pieces
+        rows = copies(*pieces, np.diff(first, append=len(places)))
         ticket = self._engine.submit(rows, self._loads, Priority.URGENT, self.streams.busy())
         self.reading.begin(pages, ticket)
         return ticket
 
-    def _fill_rows(self, places: Pages, slots: Pages) -> Ticket:
-        """Starts to copy tokens of layer-major pages, like :meth:`fill_tokens`."""
+    def _pieces(self, source: Pages, offset: Pages, slots: Pages, count: Pages) -> Pages:
+        """Returns the copies of runs of tokens, int64 ``[copies, 6]``.
+
+        Args:
+            source: addresses of the pages, ``[pieces]``.
+            offset: first token of each piece within its page.
+            slots: first slot of each piece in the slab.
+            count: tokens of each piece.
+        """
+        size, stride = self._slab.layout.token_bytes, self._arena.stride
+        source, width = source + offset * size, count * size
+        target = self._slab.address + slots * size
+        # Pieces of one length whose sources are a page apart, and whose targets are contiguous, are
+        # the rows of one copy.
+        same = (np.diff(width) == 0) & (np.diff(source) == stride) & (np.diff(target) == width[1:])
+        row = np.flatnonzero(np.concatenate(([True], ~same)))
+        height = np.diff(row, append=len(count))
+        return copy_rows(source[row], target[row], width[row], height, stride, width[row])
+
+    def _layers_of_pieces(self, source: Pages, offset: Pages, slots: Pages, count: Pages) -> Pages:
+        """Returns the copies of runs of tokens of layer-major pages, like :meth:`_pieces`."""
         layout, row = self._slab.layout, self._row
-        pages, layers = places // layout.page, np.arange(layout.layers)
-        cut = (np.diff(places) != 1) | (np.diff(slots) != 1) | (np.diff(pages) != 0)
-        first = np.flatnonzero(np.concatenate(([True], cut)))
-        source = self.addresses(pages[first]) + places[first] % layout.page * row
-        target = self._slab.address + slots[first] * layout.token_bytes
-        rows = copy_rows(
+        layers = np.arange(layout.layers)
+        source = source + offset * row
+        target = self._slab.address + slots * layout.token_bytes
+        return copy_rows(
             (source[:, None] + self._layer_pitch * layers).ravel(),
             (target[:, None] + row * layers).ravel(),
             row,
-            np.repeat(np.diff(first, append=len(places)), layout.layers),
+            np.repeat(count, layout.layers),
             row,
             layout.token_bytes,
         )
-        ticket = self._engine.submit(rows, self._loads, Priority.URGENT, self.streams.busy())
-        self.reading.begin(pages, ticket)
-        return ticket
 
     def _runs(self, blocks: Pages, pages: Pages) -> tuple[NDArray[np.int64] | int, ...]:
         """Returns the geometry of the copies between ``blocks`` and ``pages``.
@@ -260,115 +261,3 @@ class DeviceCopies:
         copied = sum(end - begin for begin, end in (self.groups if groups is None else groups))
         self._into_device.begin(len(pages) * layout.page * copied // layout.layers, tickets)
         return tickets
-
-
-def layer_groups(layers: int) -> Iterator[tuple[int, int]]:
-    """Yields layers ``(first, end)`` in groups of 1, 2, 4...
-
-    Growing groups need few copies, and the first one lands early.
-    """
-    begin, size = 0, 1
-    while begin < layers:
-        # A remainder smaller than this group joins it: small copies are inefficient.
-        end = begin + size if layers - begin - size >= size else layers
-        yield begin, end
-        begin, size = end, 2 * size
-
-
-class LayerLoads:
-    """Layer-wise completion of loads, which a forward waits for; SGLang's ``layer_done_counter``.
-
-    There is one load for each batch that is being built or run. A ticket covers a group of layers.
-    On a device with streams, the forward's stream waits and not the host.
-
-    Args:
-        groups: Layers ``(first, end)`` of each group, as in :attr:`DeviceCopies.groups`.
-        deadline: Seconds that a wait for one ticket may take.
-        streams: Streams whose work uses the loaded layers.
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[tuple[int, int]],
-        deadline: float,
-        streams: Streams | None = None,
-    ) -> None:
-        self._streams = streams or Streams()
-        self._fenced: set[tuple[int, int]] = set()
-        """Load and group that the current forward waits for already."""
-        self._group_of = [at for at, (begin, end) in enumerate(groups) for _ in range(begin, end)]
-        self._deadline = deadline
-        self._loads: dict[int, list[Ticket]] = {}
-        self._late: set[int] = set()
-        """Loads that a forward did not wait for to the end."""
-        self._next = 0
-        self.consumer_index = -1
-        """Number of the load that the next or running forward depends on; -1 for none."""
-
-    def start(self, tickets: list[Ticket]) -> int:
-        """Registers a load with one ticket for each group of layers, and returns its number."""
-        index, self._next = self._next, self._next + 1
-        self._loads[index] = tickets
-        return index
-
-    def set_consumer(self, index: int) -> None:
-        """Sets the load that the next forward depends on; -1 for none."""
-        self.consumer_index = index
-
-    def wait_until(self, layer: int) -> None:
-        """Makes the forward wait until ``layer`` of the consumer's load has landed.
-
-        It goes on if the load has failed or passed the deadline, which :meth:`finish` reports.
-        """
-        tickets = self._loads.get(self.consumer_index)
-        if tickets is None:
-            return
-        group = self._group_of[layer]
-        if (step := (self.consumer_index, group)) not in self._fenced:
-            self._fenced.add(step)
-            try:
-                tickets[group].fence(self._streams.current(), self._deadline)
-            except TimeoutError:
-                self._late.add(self.consumer_index)
-            except (TransferError, TransferCancelledError):
-                pass
-
-    def finish(self, index: int) -> float | None:
-        """Waits for a whole load and forgets it.
-
-        Returns:
-            The seconds of the slowest ticket; None if a ticket failed or was cancelled, or landed
-            after the forward had stopped waiting for it.
-
-        Raises:
-            TimeoutError: A copy is still in progress, and its memory in use.
-        """
-        tickets = self._loads.get(index, [])
-        landed = [_landed(ticket, self._deadline) for ticket in tickets]
-        if not all(ticket.poll() for ticket in tickets):
-            # The load stays known: a second call must not take it for one that has landed.
-            raise TimeoutError(f"a copy from host memory took over {self._deadline} s")
-        self._loads.pop(index, None)
-        in_time = index not in self._late
-        self._late.discard(index)
-        self._fenced = {step for step in self._fenced if step[0] != index}
-        slowest = max((each.seconds for each in tickets), default=0.0)
-        return slowest if all(landed) and in_time else None
-
-    def reset(self) -> None:
-        """Waits for all loads and forgets them.
-
-        Raises:
-            TimeoutError: As for :meth:`finish`.
-        """
-        for index in list(self._loads):
-            self.finish(index)
-        self.consumer_index = -1
-
-
-def _landed(ticket: Ticket, deadline: float) -> bool:
-    try:
-        ticket.wait(deadline)
-    except Exception:  # failed, cancelled or too slow: the caller reports it
-        return False
-    return True

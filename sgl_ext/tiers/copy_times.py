@@ -42,7 +42,7 @@ class CopyTimes:
         """Time at which the last recorded copy ended."""
 
     def begin(self, tokens: int, tickets: Sequence[Ticket]) -> None:
-        """Records the start of a copy of some tokens, of equal parts with a ticket each."""
+        """Records the start of a copy of some tokens, with a ticket for each of its parts."""
         self._copies.append(_Copy(self._clock(), tokens, tickets))
 
     def poll(self) -> None:

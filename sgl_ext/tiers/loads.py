@@ -10,8 +10,9 @@ import numpy as np
 
 from sgl_ext.planning.decisions import Decisions
 from sgl_ext.tiers.arena import Key, Pages
-from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
+from sgl_ext.tiers.copies import DeviceCopies
 from sgl_ext.tiers.host import HostPages
+from sgl_ext.tiers.layer_loads import LayerLoads
 from sgl_ext.tiers.throughput import Traffic
 
 

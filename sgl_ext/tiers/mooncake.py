@@ -41,6 +41,8 @@ _NAMES = {
     -900: "master",
     -901: "master",
 }
+_METADATA, _PROTOCOL = "P2PHANDSHAKE", "tcp"
+"""Peers ask each other for metadata; the transport protocol."""
 _BREAKING = [TIMEOUT, RAISED, -900, -901]
 
 _ENVIRONMENT = {
@@ -81,8 +83,6 @@ class Client:
         segment: int,
         deadline: float,
         host: str | None,
-        metadata: str,
-        protocol: str,
     ) -> None:
         """Joins the store in the background, and waits up to ``deadline`` for it.
 
@@ -93,8 +93,6 @@ class Client:
             deadline: Seconds that a call may take.
             host: Address at which peers reach this machine; by default, the local address of the
                 route to the master.
-            metadata: Metadata server, as the library's ``setup`` takes it.
-            protocol: Transport protocol, as the library's ``setup`` takes it.
 
         Raises:
             ExtError: The library is missing, or an argument is invalid.
@@ -107,7 +105,7 @@ class Client:
         self._master = _address(master)
         self._library = library()
         self._memory = memory
-        self._setup = (metadata, segment, protocol, host)
+        self._segment, self._host = segment, host
         self._deadline = deadline
         self._store: Any = None
         self._workers = ThreadPoolExecutor(WORKERS, "sgl_ext-remote")
@@ -245,11 +243,10 @@ class Client:
         return bool((self._wait(probe, 1) >= 0).all())
 
     def _join(self) -> Any:
-        metadata, segment, protocol, host = self._setup
         store = self._library.MooncakeDistributedStore()
-        host = host or _local_address(self._master)
+        host = self._host or _local_address(self._master)
         master = "{}:{}".format(*self._master)
-        code = store.setup(host, metadata, segment, 0, protocol, "", master)
+        code = store.setup(host, _METADATA, self._segment, 0, _PROTOCOL, "", master)
         code = code or store.register_buffer(self._memory.ctypes.data, self._memory.nbytes)
         if code:
             store.close()

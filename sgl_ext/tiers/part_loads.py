@@ -22,9 +22,9 @@ class Pace:
     """Expected durations, in seconds."""
 
     layer: float
-    """Of computing one layer of all tokens."""
+    """Time to compute one layer of all tokens."""
     part: float
-    """Of reading one part of all pages."""
+    """Time to read one part of all pages."""
 
 
 class PartLoads:

@@ -54,8 +54,6 @@ class RemoteTier:
         segment: int = 1 << 30,
         deadline: float = 2.0,
         host: str | None = None,
-        metadata: str = "P2PHANDSHAKE",
-        protocol: str = "tcp",
     ) -> None:
         """Joins the store; waits up to ``deadline`` for it, then starts without it.
 
@@ -66,8 +64,6 @@ class RemoteTier:
             deadline: Seconds that a lookup, or one batch of a load or a store, may take.
             host: Address at which peers reach this machine; by default, the local address of the
                 route to the master.
-            metadata: URL of a metadata server; by default, peers ask each other.
-            protocol: Transport protocol: ``tcp``, or ``rdma`` where the network supports it.
 
         Raises:
             ExtError: The client library is missing, or an argument is invalid.
@@ -91,8 +87,6 @@ class RemoteTier:
             segment=segment,
             deadline=deadline,
             host=host,
-            metadata=metadata,
-            protocol=protocol,
         )
 
     @property

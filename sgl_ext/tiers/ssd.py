@@ -10,8 +10,8 @@ import errno
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -160,11 +160,9 @@ class SsdTier:
 
     def _read(self, keys: Sequence[Key], pages: Pages, part: int | None) -> NDArray[np.bool_]:
         good = np.zeros(len(keys), bool)
-        self._look()
-        with self._lock:
-            batches = self._find(keys)
-            self._users += 1
-        try:
+        with self._use():
+            with self._lock:
+                batches = self._find(keys)
             reasons = self._io.run(batches, pages, write=False, part=part)
             if batches:
                 rows = np.concatenate([batch.rows for batch in batches])
@@ -173,8 +171,6 @@ class SsdTier:
             with self._lock:
                 for batch, reason in zip(batches, reasons, strict=True):
                     self._loaded(batch, reason, keys, good)
-        finally:
-            self._leave()
         return good
 
     def store(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:
@@ -186,16 +182,14 @@ class SsdTier:
             A mask, bool ``[keys]``, that is True where the tier holds the page.
         """
         stored = np.zeros(len(keys), bool)
-        self._look()
-        with self._lock:
-            for batch in self._find(keys):
-                stored[batch.rows] = True
-            missing = np.flatnonzero(~stored)
-            batches = self._place(missing)
-            sequence = self._sequence
-            self._sequence += len(missing)
-            self._users += 1
-        try:
+        with self._use():
+            with self._lock:
+                for batch in self._find(keys):
+                    stored[batch.rows] = True
+                missing = np.flatnonzero(~stored)
+                batches = self._place(missing)
+                sequence = self._sequence
+                self._sequence += len(missing)
             if batches:
                 # The first page gets the highest number, to be evicted last after a restart, too.
                 rows = missing[::-1]
@@ -205,8 +199,6 @@ class SsdTier:
                 for batch, reason in zip(batches, reasons, strict=True):
                     if self._stored(batch, reason, keys):
                         stored[batch.rows] = True
-        finally:
-            self._leave()
         return stored
 
     def statistics(self) -> TierStatistics:
@@ -236,6 +228,19 @@ class SsdTier:
             self._idle.wait_for(lambda: not self._users, timeout=self._deadline)
         for volume in self._volumes:
             volume.close()
+
+    @contextmanager
+    def _use(self) -> Iterator[None]:
+        """Keeps the files open, and gives up volumes whose file was removed."""
+        with self._lock:
+            self._users += 1
+        try:
+            self._look()
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                self._idle.notify_all()
 
     def _look(self) -> None:
         """Gives up volumes whose file was removed: a restart would not find what they write."""
@@ -339,8 +344,3 @@ class SsdTier:
             volume.succeeded()
         elif isinstance(reason, OSError) and reason.errno not in harmless:
             volume.failed(reason)
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            self._idle.notify_all()

@@ -12,10 +12,11 @@ from sgl_ext.memory.slab import Layout
 from sgl_ext.memory.streams import Streams
 from sgl_ext.planning.costs import Costs
 from sgl_ext.tiers.arena import Key, Pages
-from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
+from sgl_ext.tiers.copies import DeviceCopies
 from sgl_ext.tiers.demotion import Demotions
 from sgl_ext.tiers.holds import Holds
 from sgl_ext.tiers.host import HostPages
+from sgl_ext.tiers.layer_loads import LayerLoads
 from sgl_ext.tiers.loads import Loads
 from sgl_ext.tiers.lower import LowerTier
 from sgl_ext.tiers.stores import Stores
@@ -36,9 +37,10 @@ class Wake(Protocol):
 class TierStack:
     """Interface of the tiers to the scheduler.
 
-    Not thread-safe: only the scheduler's thread calls it. No method of it, its loads, stores and
-    holds waits for a device except :meth:`Loads.finish`, :meth:`Holds.fill`, :meth:`clear` and
-    :meth:`close`; :meth:`wait` sleeps.
+    Not thread-safe: only the scheduler's thread calls it. Of it, its loads, stores and holds only
+    :meth:`Loads.finish`, :meth:`Holds.fill`, :meth:`clear` and :meth:`close` wait for a device;
+    :meth:`wait` sleeps. Where a slot of host memory is taken whose KV is still being copied to the
+    device, that copy is awaited (:meth:`HostPages.reserve`).
 
     Args:
         lower: Lower tiers, the nearest first.

@@ -170,7 +170,7 @@ class Stores:
                 store.ticket.cancel()
                 outlast(store.ticket)
                 self._settle(store)
-        for saved in self._again:
+        for saved in (*self._again, *self._dropped):
             outlast(saved.ticket)
         self._forget_dropped()
         self._stores.clear()

@@ -10,7 +10,7 @@ from typing import Any
 
 import requests
 
-from sgl_ext.client import refusal, with_scheme
+from sgl_ext.client import refusal, sent, with_scheme
 from sgl_ext.errors import ExtError
 from sgl_ext.serving.http import wait_until_stored
 from sgl_ext.verify.compare import Reply
@@ -190,12 +190,7 @@ class Target:
     ) -> requests.Response:
         url, key = f"{self.url}{path}", self._admin_key if admin else self._key
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        try:
-            answer = requests.request(
-                verb, url, json=body, headers=headers, timeout=_DEADLINE_S, stream=stream
-            )
-        except requests.RequestException as error:
-            raise ExtError(f"no answer from {url}: {error}; is a server running there?") from None
+        answer = sent(verb, url, json=body, headers=headers, timeout=_DEADLINE_S, stream=stream)
         if answer.status_code == 404 and not path.startswith("/ext"):
             raise ExtError(f"{url} was not found; is an SGLang server running there?")
         if admin and answer.status_code in (401, 403):

@@ -25,11 +25,11 @@ from sgl_ext.bench.data.texts import sharegpt_prompts
 from sgl_ext.bench.harness.metrics import samples
 from sgl_ext.chunks.compose import NAMESPACE
 from sgl_ext.chunks.composition import Composition
-from sgl_ext.chunks.contexts import UnknownContextError
 from sgl_ext.client import ContextCache
 from sgl_ext.config import load
 from sgl_ext.doctor_model import linking
 from sgl_ext.engine.chunks.parameters import COMPOSITION, SELECTION
+from sgl_ext.errors import UnknownContextError
 from sgl_ext.lang import chunk
 from sgl_ext.serving.server import Server, System, serve
 

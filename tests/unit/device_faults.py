@@ -18,9 +18,10 @@ from sgl_ext.memory.streams import Streams
 from sgl_ext.memory.tickets import State
 from sgl_ext.memory.transfer import Region, TransferEngine
 from sgl_ext.tiers.arena import Arena
-from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
+from sgl_ext.tiers.copies import DeviceCopies
 from sgl_ext.tiers.holds import Holds
 from sgl_ext.tiers.host import HostPages
+from sgl_ext.tiers.layer_loads import LayerLoads
 from sgl_ext.tiers.stack import TierStack
 
 Plant = Callable[[MonkeyPatch], None]

@@ -19,8 +19,9 @@ from sgl_ext.planning.planner import Planner
 from sgl_ext.planning.policies import Cake
 from sgl_ext.planning.prefixes import Prefixes
 from sgl_ext.tiers.arena import Key, Pages
-from sgl_ext.tiers.copies import DeviceCopies, LayerLoads
+from sgl_ext.tiers.copies import DeviceCopies
 from sgl_ext.tiers.host import HostPages
+from sgl_ext.tiers.layer_loads import LayerLoads
 from sgl_ext.tiers.stack import TierStack
 from sgl_ext.tiers.threaded import ThreadedTier
 

@@ -14,9 +14,8 @@ import requests
 from context_kit import ContextServer, context_server
 
 from sgl_ext.chunks.compose import mark
-from sgl_ext.chunks.contexts import UnknownContextError
 from sgl_ext.client import ContextCache, ContextInfo, part
-from sgl_ext.errors import ExtError
+from sgl_ext.errors import ExtError, UnknownContextError
 
 
 @pytest.fixture(scope="module")

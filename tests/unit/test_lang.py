@@ -14,8 +14,7 @@ from context_kit import ContextServer, context_server
 from sglang.lang.backend.base_backend import BaseBackend
 
 from sgl_ext.chunks.compose import mark
-from sgl_ext.chunks.contexts import UnknownContextError
-from sgl_ext.errors import ExtError
+from sgl_ext.errors import ExtError, UnknownContextError
 from sgl_ext.lang import chunk
 
 ID = "ctx-0123456789-_abcdefghij"

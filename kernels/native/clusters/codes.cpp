@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <vector>
 
 #include "codes_part.h"
 #include "exponentials.h"
@@ -53,9 +54,8 @@ void work(void *data) {
   const std::size_t group = shape.heads / shape.kv_heads;
   const std::size_t most = std::min(group, kMostLanes), parts = job.count * shape.kv_heads;
   std::size_t at = job.next.fetch_add(1);
-  if (at >= parts) return;  // before the allocation: there may be more threads than parts
-  const Memory memory(shape, lanes_for(most), job.seen ? job.seen->most(job.count) : 0);
-  const Room room = memory.room();
+  if (at >= parts) return;  // there are only as many rooms as parts
+  const Room &room = job.rooms[job.used.fetch_add(1)];
   for (; at < parts; at = job.next.fetch_add(1)) {
     float *out = job.parts + at * shape.entries;
     std::fill(out, out + shape.entries, 0.0f);
@@ -71,9 +71,18 @@ void mass(const Shape &shape, const Keys &keys, std::size_t count, const float *
           float scale, const float *beside, const Seen *seen, int threads, float *out) {
   // Not initialised: each thread fills the parts that it claims.
   const std::unique_ptr<float[]> parts(new float[count * shape.kv_heads * shape.entries]);
-  Job job{shape, keys, count, queries, scale, beside, seen, parts.get()};
   const std::size_t lookups = count * shape.kv_heads * shape.entries * shape.subspaces;
-  sgl_ext::parallel(lookups < kWorthThreads ? 1 : threads, work, &job);
+  const int most = lookups < kWorthThreads ? 1 : std::max(threads, 1);
+  const std::size_t lanes = lanes_for(std::min(shape.heads / shape.kv_heads, kMostLanes));
+  // Allocated here, because the threads must not throw.
+  std::vector<std::unique_ptr<Memory>> memories;
+  std::vector<Room> rooms;
+  for (std::size_t i = 0; i < std::min(std::size_t(most), count * shape.kv_heads); ++i) {
+    memories.push_back(std::make_unique<Memory>(shape, lanes, seen ? seen->most(count) : 0));
+    rooms.push_back(memories.back()->room());
+  }
+  Job job{shape, keys, count, queries, scale, beside, seen, parts.get(), rooms.data()};
+  sgl_ext::parallel(most, work, &job);
   for (std::size_t q = 0; q < count; ++q) {
     float *row = out + q * shape.entries;
     std::fill(row, row + shape.entries, 0.0f);

@@ -28,7 +28,8 @@ struct Job {
   const float *beside;  // null if `seen` has all keys without codes
   const Seen *seen;     // null if `beside` has them
   float *parts;  // [queries, kv_heads, entries]
-  std::atomic<std::size_t> next{0};
+  const Room *rooms;  // one for each thread that claims parts
+  std::atomic<std::size_t> next{0}, used{0};  // part to claim, room to use
 };
 
 // Some query heads of one KV head, for one row. They share the codes and keys of the KV head. Their

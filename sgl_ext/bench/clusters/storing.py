@@ -21,6 +21,7 @@ from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.clusters.client import StoredContexts
 from sgl_ext.errors import ExtError
 from sgl_ext.serving import server
+from sgl_ext.serving.http import forget
 
 WHOLE, TENTH = "pool of the whole context", "pool of a tenth"
 _DEVICES = 2
@@ -96,7 +97,7 @@ def _ratio(these: Sequence[float], those: Sequence[float]) -> float:
 
 def _prefill(url: str, tokens: Sequence[int]) -> float:
     """Returns the seconds of a prompt of which no KV is cached."""
-    requests.post(f"{url}/flush_cache", timeout=_DEADLINE_S).raise_for_status()
+    forget(url)
     body = {"input_ids": [*tokens], "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
     begin = time.perf_counter()
     answer = requests.post(f"{url}/generate", json=body, timeout=_DEADLINE_S)

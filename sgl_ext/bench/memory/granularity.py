@@ -20,6 +20,7 @@ import numpy as np
 from sgl_ext.bench.data.texts import sharegpt_whole_conversations
 from sgl_ext.bench.harness.report import Report
 from sgl_ext.memory.block_groups import BlockGroups, Run
+from sgl_ext.memory.runs import runs_of
 from sgl_ext.models import SMOLLM2, prepare
 
 _PAGE = 16
@@ -182,9 +183,7 @@ def _schedule(pool: _Pool, present: Sequence[_Request], blocks: int) -> None:
 
 def _runs(blocks: Sequence[int]) -> list[Run]:
     """Returns the contiguous runs of blocks."""
-    cuts = np.flatnonzero(np.diff(blocks) != 1) + 1
-    starts, ends = [0, *cuts.tolist()], [*cuts.tolist(), len(blocks)]
-    return [Run(blocks[at], end - at) for at, end in zip(starts, ends, strict=True)]
+    return [Run(*run) for run in runs_of(np.array(blocks, np.int64))]
 
 
 def lengths() -> Iterator[Length]:

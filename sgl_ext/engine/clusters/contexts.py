@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from sgl_ext.clusters.recorded import Geometry
+from sgl_ext.clusters.geometry import Geometry
 from sgl_ext.config import Clusters
 from sgl_ext.engine.clusters.attended import Attended
 from sgl_ext.engine.clusters.follower import Follower, end_request

@@ -17,10 +17,11 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from sgl_ext.clusters.about import About
 from sgl_ext.clusters.files import FULL, remove, remove_blocks, storing
 from sgl_ext.clusters.paths import PART, new_id, record_folder
 from sgl_ext.clusters.records import claimed, remove_record
-from sgl_ext.clusters.stored import About, about_of, require_files, require_no_loss
+from sgl_ext.clusters.stored import about_of, require_files, require_no_loss
 from sgl_ext.engine.clusters.limits import Limits
 from sgl_ext.engine.clusters.recording import ROOM, Recording, part_size
 from sgl_ext.engine.core.own_requests import AbortedError, OwnRequests

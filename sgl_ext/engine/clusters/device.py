@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from sgl_ext.clusters.recorded import Geometry
+from sgl_ext.clusters.geometry import Geometry
 from sgl_ext.engine.clusters.contexts import StoredContexts
 from sgl_ext.engine.clusters.follower import Follower
 from sgl_ext.engine.clusters.forward import StoredForward

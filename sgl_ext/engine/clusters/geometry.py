@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
-from sgl_ext.clusters.recorded import Geometry
+from sgl_ext.clusters.geometry import Geometry
 from sgl_ext.engine.core.attention_backends import require_own
 from sgl_ext.engine.core.sglang_types import Scheduler
 from sgl_ext.errors import ExtError

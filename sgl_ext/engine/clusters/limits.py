@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
+from sgl_ext.clusters.about import About
 from sgl_ext.clusters.build import new_about
 from sgl_ext.clusters.files import no_room
+from sgl_ext.clusters.geometry import Geometry
 from sgl_ext.clusters.paths import PART
 from sgl_ext.clusters.profile import Options
-from sgl_ext.clusters.recorded import Geometry
 from sgl_ext.clusters.records import KEPT_S, expire
-from sgl_ext.clusters.stored import About
 from sgl_ext.engine.clusters.recording import ROOM
 from sgl_ext.engine.core.sglang_types import TokenizerManager
 from sgl_ext.errors import ExtError

@@ -9,9 +9,10 @@ from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from sgl_ext.clusters.files import names, own_folders
+from sgl_ext.clusters.geometry import Geometry
 from sgl_ext.clusters.paths import record_folder
 from sgl_ext.clusters.reader import Device
-from sgl_ext.clusters.recorded import Geometry, RecordedKV
+from sgl_ext.clusters.recorded import RecordedKV
 from sgl_ext.clusters.selection import blocks_of
 from sgl_ext.clusters.stored import Stored
 from sgl_ext.clusters.stored_kv import StoredKV

@@ -81,7 +81,7 @@ class ClustersPower(Power[Clusters]):
         return {**super().attention(), Property.FOLLOWERS: self.name}
 
     def serve(self, app: FastAPI, manager: TokenizerManager, info: Mapping[str, Any]) -> Front:
-        from sgl_ext.clusters.recorded import Geometry
+        from sgl_ext.clusters.geometry import Geometry
         from sgl_ext.engine.clusters import api
         from sgl_ext.engine.clusters.service import StoredService
         from sgl_ext.engine.core.activation import REPORT_KEY

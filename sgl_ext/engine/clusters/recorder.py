@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sgl_ext.clusters.geometry import Geometry
 from sgl_ext.clusters.paths import (
     RESERVED,
     failed_file,
@@ -28,7 +29,7 @@ from sgl_ext.clusters.paths import (
     reserve_file,
     scratch_of,
 )
-from sgl_ext.clusters.recorded import Geometry, Part
+from sgl_ext.clusters.recorded import Part
 from sgl_ext.engine.clusters.parameters import IsRecorded
 from sgl_ext.engine.kv.indices import Download
 from sgl_ext.errors import ExtError

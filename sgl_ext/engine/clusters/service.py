@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 
+from sgl_ext.clusters.about import About
 from sgl_ext.clusters.arrays import DamagedError
-from sgl_ext.clusters.files import UnknownContextError, names, own_folders, remove, require
-from sgl_ext.clusters.recorded import Geometry
-from sgl_ext.clusters.stored import About, about_of, require_files
+from sgl_ext.clusters.files import names, own_folders, remove, require, unknown
+from sgl_ext.clusters.geometry import Geometry
+from sgl_ext.clusters.stored import about_of, require_files
 from sgl_ext.config import Clusters
 from sgl_ext.engine.clusters.creation import StoredCreation
 from sgl_ext.engine.clusters.limits import Limits
@@ -21,7 +22,7 @@ from sgl_ext.engine.core.own_requests import is_own
 from sgl_ext.engine.core.power import Front
 from sgl_ext.engine.core.sglang_types import GenerateReqInput, TokenizerManager
 from sgl_ext.engine.front.custom_params import STORED, custom_params
-from sgl_ext.errors import ExtError
+from sgl_ext.errors import ExtError, UnknownContextError
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +164,7 @@ class StoredService(Front):
         try:
             index = require(id_, self._folders)[0].stat().st_size
         except FileNotFoundError:
-            raise UnknownContextError(id_) from None
+            raise unknown(id_) from None
         resident = (found.sinks + found.window) * blocks.entry_bytes * blocks.layers
         stored = blocks.copies * blocks.layers * blocks.blocks * blocks.block_bytes
         fingerprint = found.geometry.fingerprint

@@ -8,8 +8,8 @@ import pytest
 
 from sgl_ext.chunks.compose import compose, ids_in, mark, marked
 from sgl_ext.chunks.composition import LinkedChunk
-from sgl_ext.chunks.contexts import Context, UnknownContextError
-from sgl_ext.errors import ExtError
+from sgl_ext.chunks.contexts import Context
+from sgl_ext.errors import ExtError, UnknownContextError
 
 CONTEXTS = {
     id_: Context(id_, None, tokens, method, before, recompute, 0, None, None)

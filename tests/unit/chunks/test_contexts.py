@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from sgl_ext.chunks.contexts import Context, Contexts, UnknownContextError
-from sgl_ext.errors import ExtError
+from sgl_ext.chunks.contexts import Context, Contexts
+from sgl_ext.errors import ExtError, UnknownContextError
 
 LIMIT, MOST_PINNED = 12, 4
 SALTS = st.sampled_from([None, "a", "b"])

@@ -11,9 +11,9 @@ from typing import cast
 import msgspec
 import pytest
 
-from sgl_ext.chunks.contexts import Context, Contexts, UnknownContextError
+from sgl_ext.chunks.contexts import Context, Contexts
 from sgl_ext.chunks.kept import KeptContexts
-from sgl_ext.errors import ExtError
+from sgl_ext.errors import ExtError, UnknownContextError
 
 
 class Time:

@@ -22,12 +22,13 @@ from sglang.srt.utils.auth import add_api_key_middleware
 from test_cluster_fuzz import GEOMETRY, OPTIONS, TOKENS, recorded_context
 
 from sgl_ext.clusters import records
+from sgl_ext.clusters.about import About
 from sgl_ext.clusters.build import build
 from sgl_ext.clusters.files import names, own_folders
 from sgl_ext.clusters.paths import index_file, part_file
 from sgl_ext.clusters.profile import Options
 from sgl_ext.clusters.records import claimed
-from sgl_ext.clusters.stored import About, Stored
+from sgl_ext.clusters.stored import Stored
 from sgl_ext.config import Clusters, ExtConfig
 from sgl_ext.engine.clusters import creation as stored_creation
 from sgl_ext.engine.clusters import limits

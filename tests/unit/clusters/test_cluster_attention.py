@@ -15,9 +15,10 @@ from msgspec.structs import replace
 from test_stored import GEOMETRY, OPTIONS, TOKENS, devices_of, recorded_context
 
 from sgl_ext.clusters.build import build
+from sgl_ext.clusters.geometry import Geometry
 from sgl_ext.clusters.paths import index_file
 from sgl_ext.clusters.reader import DeviceError, Reading
-from sgl_ext.clusters.recorded import Geometry, Recorded
+from sgl_ext.clusters.recorded import Recorded
 from sgl_ext.clusters.stored import Stored
 from sgl_ext.config import Clusters, ExtConfig
 from sgl_ext.engine.clusters.attention import StoredAttention

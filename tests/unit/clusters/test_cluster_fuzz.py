@@ -23,10 +23,11 @@ from test_stored import devices_of, saved
 
 from sgl_ext.clusters import arrays
 from sgl_ext.clusters.build import build
+from sgl_ext.clusters.geometry import Geometry
 from sgl_ext.clusters.paths import index_file
 from sgl_ext.clusters.profile import Options
 from sgl_ext.clusters.reader import DeviceError
-from sgl_ext.clusters.recorded import Geometry, Recorded
+from sgl_ext.clusters.recorded import Recorded
 from sgl_ext.clusters.stored import Stored, about
 from sgl_ext.engine.clusters.attention import StoredAttention
 from sgl_ext.engine.clusters.memory import StoredMemory

@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from test_stored import GEOMETRY, OPTIONS, recorded_context
 
 from sgl_ext._native import _clusters
+from sgl_ext.clusters.about import MOST_EXTENTS
 from sgl_ext.clusters.activations import attention_mass, log_sum
 from sgl_ext.clusters.build import build
 from sgl_ext.clusters.files import names, own_folders, remove, sweep
 from sgl_ext.clusters.job import store
 from sgl_ext.clusters.paths import block_file, part_file
 from sgl_ext.clusters.recorded import Part, Recorded, RecordedKV
-from sgl_ext.clusters.stored import MOST_EXTENTS, Stored
+from sgl_ext.clusters.stored import Stored
 from sgl_ext.clusters.stored_kv import StoredKV
 from sgl_ext.errors import ExtError
 

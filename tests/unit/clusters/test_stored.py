@@ -23,10 +23,11 @@ from safetensors.numpy import load_file
 from sgl_ext.clusters.activations import attention_mass, log_sum
 from sgl_ext.clusters.build import build
 from sgl_ext.clusters.files import names, remove, storing, sweep
+from sgl_ext.clusters.geometry import Geometry, as_float32
 from sgl_ext.clusters.paths import block_file, index_file, part_file, record_folder
 from sgl_ext.clusters.profile import Options
 from sgl_ext.clusters.reader import Device, DeviceError, Reader
-from sgl_ext.clusters.recorded import Geometry, Part, Recorded, as_float32
+from sgl_ext.clusters.recorded import Part, Recorded
 from sgl_ext.clusters.records import KEPT_S, claimed, expire, remove_record
 from sgl_ext.clusters.stored import Stored
 from sgl_ext.errors import ExtError
