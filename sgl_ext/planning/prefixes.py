@@ -46,6 +46,10 @@ class Prefixes:
             self._planner.load(Want(_name(rid), (Run(keys, begin, here),)))
         return here
 
+    def lacks(self, rid: str, pages: int) -> None:
+        """Sets the number of pages of a request that a look-up by another power did not find."""
+        self._missing[rid] = pages
+
     def missed(self, rid: str) -> int:
         """Returns the number of pages that the last look-up of a request did not find.
 

@@ -41,6 +41,8 @@ class Turns:
         """Start of this step of the scheduler, on the clock in seconds."""
         self._before = self._now
         """Start of the previous step."""
+        self._give_up: dict[Name, float] = {}
+        """Time until which each request waits for another want with the same pages."""
         self.interrupted = 0
         """Number of times that a prompt being computed was interrupted."""
 
@@ -55,7 +57,10 @@ class Turns:
         """
         wants = self._wants
         if (request := wants.requests.get(name)) is None:
-            return not wants.follows(name)
+            if wants.follows(name):
+                return self._now > self._give_up.setdefault(name, self._now + self._wait)
+            self._give_up.pop(name, None)
+            return True
         request.seen = self._now
         if (active := wants.opened.get(name)) is not None and self._chosen:
             return active is self._first and not continuing
@@ -133,6 +138,7 @@ class Turns:
         """Ends a want; see :meth:`Wants.release`."""
         if self._first is not None and self._wants.opened.get(name) is self._first:
             self.clear()
+        self._give_up.pop(name, None)
         return self._wants.release(name)
 
     def advance(self) -> None:

@@ -73,6 +73,10 @@ class Wants:
         """Want that loads a page, or is about to, by the key of the page."""
         self._followers: dict[Name, tuple[Name, float]] = {}
         """Wants that wait for another one with the same pages: its name, and their arrival."""
+        self._absent: dict[Name, tuple[Key, float]] = {}
+        """Wants of which all asked tiers have nothing: first lacking page, and time of the answer.
+        SGLang looks waiting requests up in each step; they must not be asked for again each time.
+        """
         self.leaving: list[Restoration] = []
         """Restorations that have ended and to whose places a load may still write."""
         self._checked = 0.0
@@ -101,6 +105,9 @@ class Wants:
             return
         _, arrived = self._followers.pop(name, (None, now))
         runs = [run.keys[run.here :] for run in want.runs]
+        absent = self._absent.get(name)
+        if absent is not None and absent[0] == next(filter(None, runs), [None])[0]:
+            return
         for lacking in filter(None, runs):
             # A want that shares little, such as a system prompt, loads that part again; also one
             # that is more urgent, because the other one's request may have to wait for memory.
@@ -167,6 +174,7 @@ class Wants:
         name = request.want.name
         if request.nothing:
             self.release(name)
+            self._absent[name] = request.keys[0], self._clock()
             return None
         # A want's own pinned pages count towards the spare places: it must not wait for itself.
         room = max(min(self._host.room, self._host.room + len(request.pinned) - self._spare), 0)
@@ -186,6 +194,7 @@ class Wants:
         the pages that have landed.
         """
         self._followers.pop(name, None)
+        self._absent.pop(name, None)
         if (request := self.requests.pop(name, None)) is None:
             return None
         self.unopened.pop(name, None)
@@ -226,6 +235,9 @@ class Wants:
                 computes = computing is not None and computing.name == name
                 if now > request.seen + _LEASE_S and not computes:
                     self.release(name)
+            for name, (_, answered) in [*self._absent.items()]:
+                if now > answered + _LEASE_S:  # asked again, or gone
+                    del self._absent[name]
             for name, (other, arrived) in [*self._followers.items()]:
                 if now > arrived + _LEASE_S and not self._loads(other):
                     del self._followers[name]
@@ -240,6 +252,7 @@ class Wants:
         for name in names:
             self.release(name)
         self._followers.clear()
+        self._absent.clear()
         return names
 
     def _finish(self) -> None:

@@ -43,7 +43,7 @@ class Believed(Costs):
 class Machine:
     """Planner, the arena of its host memory, and a lower tier."""
 
-    def __init__(self, places: int = 64) -> None:
+    def __init__(self, places: int = 64, wait: float = DEADLINE_S) -> None:
         self.engine = TransferEngine()
         self.arena = arena(self.engine, places, LAYOUTS[PAGE])
         self.host = HostPages(places)
@@ -58,7 +58,7 @@ class Machine:
         )
         self.planner = Planner(
             self.host, [self.tier], Shortest(0.0), self.costs,  # no ageing while a thread waits
-            page=PAGE, unit=UNIT, wait=DEADLINE_S, hits=self.hits,
+            page=PAGE, unit=UNIT, wait=wait, hits=self.hits,
             clock=time.monotonic, lock=threading.Lock(),
         )  # fmt: skip
 

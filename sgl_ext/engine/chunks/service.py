@@ -258,13 +258,16 @@ class ContextService(Front):
         if not (named := self.link(request)):
             return None
         told: list[Mapping[str, Any]] = []
+        missed = False  # an answer of this request has missed contexts, which counts once
 
         def watch(answer: Answer) -> None:
+            nonlocal missed
             metas = [one["meta_info"] for one in (answer if isinstance(answer, list) else [answer])]
             told.extend(each for meta in metas for each in meta.get("ext", ()))
             # The renewal is scheduled before the client gets the answer and sends its next prompt.
-            if told and metas[-1]["finish_reason"] is not None:
-                self.renewal.answered(named, missing=any(each.get("missing") for each in told))
+            if told and not missed and metas[-1]["finish_reason"] is not None:
+                missed = any(each.get("missing") for each in told)
+                self.renewal.answered(named, missing=missed)
 
         return watch
 

@@ -24,7 +24,6 @@ from sgl_ext.peer.process import Identity, identity
 from sgl_ext.peer.regions import Region, Regions
 from sgl_ext.peer.vacating import Attempts
 
-_STEP_S = 1.0
 """Maximum time between two steps, in seconds, that counts as running; after a longer time the
 process was stopped or idle."""
 
@@ -50,8 +49,6 @@ class MasterSide(PeerSide):
             capacity=config.capacity or 0, lease=config.lease, identity=identity(),
         )  # fmt: skip
         self.retracted = 0
-        self._now = time.monotonic()
-        self._awake = 0.0
         self._attempts = Attempts()
         if config.stream != "direct":
             runner = scheduler.tp_worker.model_runner
@@ -131,9 +128,7 @@ class MasterSide(PeerSide):
 
     def step(self, running: ScheduleBatch) -> None:
         now = time.monotonic()
-        # Time in which the process was stopped does not count as waiting.
-        self._awake += min(now - self._now, _STEP_S)
-        self._now = now
+        self._tick(now)
         before = self._resizer.blocks
         self._running = running
         self._exchange(now)
@@ -146,7 +141,7 @@ class MasterSide(PeerSide):
             self.out += vacate.retract_what_does_not_fit(self._scheduler, running)
         self._most.add(blocks, self._awake)
         self._resizer.promise(self._most.largest(self._awake))
-        self._put_aside(now, "a peer has reclaimed the memory that it lent")
+        self._put_aside("a peer has reclaimed the memory that it lent")
 
     def _exchange(self, now: float) -> None:
         for lend in self._link.received():

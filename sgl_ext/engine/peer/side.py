@@ -6,6 +6,7 @@ and :mod:`~sgl_ext.engine.peer.master`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Literal
 
@@ -29,6 +30,8 @@ from sgl_ext.peer.waiting import Waiting
 
 SharedSlab = HostSlab | SharedDeviceSlab
 """Slab of an engine with peers"""
+_STEP_S = 1.0
+"""Longest time of a step that counts as waiting, in seconds."""
 CLOSE_DEADLINE_S = 1.0
 """Deadline in seconds for the last messages of a side that closes, and for the end of its link."""
 
@@ -52,6 +55,10 @@ class PeerSide:
         self._running = scheduler.running_batch
         """The batch that decodes, as of the current step."""
         self._waiting = Waiting(config.deadline + config.lease)
+        self._now = time.monotonic()
+        """Start of the current step."""
+        self._awake = 0.0
+        """Seconds in which this process took steps."""
         self._metrics: PeerMetrics | None = None
 
     def step(self, running: ScheduleBatch) -> None:
@@ -88,11 +95,17 @@ class PeerSide:
         """Checks this side's loans and blocks, between two steps; raises AssertionError."""
         raise NotImplementedError
 
-    def _put_aside(self, now: float, why: str) -> None:
+    def _tick(self, now: float) -> None:
+        """Begins a step. Time in which the process was stopped or paused is not time awake."""
+        self._awake += min(now - self._now, _STEP_S)
+        self._now = now
+
+    def _put_aside(self, why: str) -> None:
         """Sets aside waiting requests that do not fit any more, so that others are admitted.
 
         Such requests were accepted when there was more memory. Those that have waited for
-        ``deadline`` + ``lease`` are refused with 503.
+        ``deadline`` + ``lease`` while this process took steps are refused with 503: peers return
+        memory within that time.
 
         Args:
             why: reason why there is less memory.
@@ -100,7 +113,7 @@ class PeerSide:
         scheduler = self._scheduler
         allocator = scheduler.token_to_kv_pool_allocator
         unfit = {req.rid: req for req in scheduler.waiting_queue if not vacate.fits(req, allocator)}
-        expired = self._waiting.expired(unfit, now)
+        expired = self._waiting.expired(unfit, self._awake)
         if ended := self._waiting.ended:
             for req in scheduler.waiting_queue:
                 if req.rid in ended:

@@ -92,6 +92,7 @@ class WorkerSide(PeerSide):
 
     def step(self, running: ScheduleBatch) -> None:
         now = time.monotonic()
+        self._tick(now)
         for keep in self._link.received():
             self._worker.receive(keep, now)
         before = self.blocks
@@ -99,7 +100,7 @@ class WorkerSide(PeerSide):
         self._worker.step(self._need(running), now)
         self._retry_admission(running, before, self.blocks)
         self._link.publish([self._worker.message])
-        self._put_aside(now, "a peer has not returned the memory that it was lent")
+        self._put_aside("a peer has not returned the memory that it was lent")
 
     def close(self) -> None:
         self._worker.close()

@@ -111,7 +111,8 @@ class RestorePower(Power[Restore]):
             self._tier_of_parts = next((tier for tier in self.stack.lower if tier.parts), None)
         self.prefixes = HostPrefixes(self.stack.holds, self.stack.layout.page, time.monotonic)
         self.stack.keepers.append(lambda: self.prefixes.give_up_one(ext.plans))
-        ext.tiers.linker.restoring = self
+        self._linker = ext.tiers.linker
+        self._linker.restoring = self
         if ext.metrics is not None:
             from sgl_ext.engine.restore.metrics import RestoreMetrics
 
@@ -146,6 +147,7 @@ class RestorePower(Power[Restore]):
             layers=self.stack.layout.layers, layered=self._layered, rid=rid,
         )  # fmt: skip
         if by is None:
+            self._linker.prefixes.lacks(rid, len(keys) - pages)
             return pages
         self.prefixes.hold(rid, keys[:pages], prompt.first, by)
         return 0  # for SGLang these pages are computed
@@ -171,6 +173,7 @@ class RestorePower(Power[Restore]):
             self.planner.costs, tier.tier.name, first * page, (first + found) * page, rid
         ):
             return False
+        self.stack.host.use(keys[:pages], times=1)  # making room must not evict these
         return self.prefixes.hold_below(rid, keys[pages : pages + found], first, tier)
 
     def poll(self) -> None:

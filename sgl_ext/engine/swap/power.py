@@ -190,8 +190,10 @@ class SwapPower(Power[Swap]):
 
     def considered(self, adder: PrefillAdder, req: Req, admitted: bool) -> None:
         if admitted and req.retraction_count:
-            # The last token is not recomputed: it had no KV.
-            tokens = len(req.full_untruncated_fill_ids) - req.prefix_len - 1
+            begin = req.prefix_len
+            end = len(req.full_untruncated_fill_ids) - 1  # the last token had no KV
+            plan = self.ext.plans.get(req.rid)
+            tokens = end - begin if plan is None else plan.computed(begin, end)
             self.manager.counts.recomputed_tokens += tokens
 
     def requeued(self, scheduler: Scheduler, req: Req, arrived: float) -> None:

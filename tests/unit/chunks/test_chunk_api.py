@@ -229,6 +229,23 @@ def test_a_final_slash_of_the_route_is_ignored(client: TestClient) -> None:
     assert client.post("/ext/chunks/", json={"chunks": ["a"]}).json()["contexts"]
 
 
+def test_a_request_misses_its_contexts_once(service: ContextService) -> None:
+    def ended(missing: int) -> Any:
+        reports = [{"power": "chunks", "missing": missing}]
+        return {"meta_info": {"ext": reports, "finish_reason": {"type": "length"}}}
+
+    with (
+        mock.patch.object(service, "link", return_value=["the context"]),
+        mock.patch.object(service, "_own"),
+        mock.patch.object(service.renewal, "answered") as answered,
+    ):
+        watch = service.accept(mock.Mock())
+        assert watch is not None
+        for each in (ended(3), ended(3)):  # of a stream of two answers
+            watch(each)
+        answered.assert_called_once_with(["the context"], missing=True)
+
+
 def test_the_kv_of_a_pinned_context_is_computed(service: ContextService, manager: Manager) -> None:
     async def scene() -> None:
         (context,) = await service.create(["abc"], salt="s")

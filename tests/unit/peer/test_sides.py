@@ -177,6 +177,24 @@ def test_a_request_that_waits_for_memory_does_not_block_smaller_ones(
     assert waited > 0
 
 
+def test_time_in_which_a_worker_is_stopped_does_not_count_as_waiting(
+    opened: Callable[..., Any],
+) -> None:
+    side, scheduler = worker_of(opened, 16, 64)
+    master = LightMaster(20, 2000, lease=60)
+    talk(side, scheduler, master)
+    large = Req("large", 800)
+    scheduler.waiting_queue = [large]
+    step(side, scheduler)
+    master.slow = True
+    while master.begin(20):
+        pass
+    assert step(side, scheduler) == []
+    side._now -= 1000  # seconds in which the process was stopped
+    assert step(side, scheduler) == []
+    assert scheduler.waiting_queue == [large]  # it was not refused
+
+
 def test_sglang_retries_admission_when_the_pool_has_grown(opened: Callable[..., Any]) -> None:
     side, scheduler = worker_of(opened, 16, 64)
     master = LightMaster(20, 2000, lease=60)

@@ -310,6 +310,51 @@ def test_a_prefix_that_no_tier_has_is_not_restored(machine: Machine) -> None:
     assert machine.host.free == 64
 
 
+def test_a_tier_whose_answers_take_time_is_asked_once(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang looks a waiting request up in each step, also after an answer that nothing is there."""
+    asked: list[int] = []
+    monkeypatch.setattr(machine.shelf, "immediate", False)
+    monkeypatch.setattr(machine.shelf, "lookup", lambda names: asked.append(len(names)) or 0)
+    names = keys(*range(20))
+    machine.ask("a", names, 0, 0, 83)
+    until(lambda: not machine.tier.under_way)
+    for _ in range(3):
+        machine.planner.advance()
+        machine.ask("a", names, 0, 0, 83)
+        assert machine.planner.turn("a", continuing=False)
+    assert asked == [20]
+    machine.ask("a", names[8:], 0, 8, 83)  # another prefix is on the device now
+    until(lambda: not machine.tier.under_way)
+    assert asked == [20, 12]
+    machine.planner.release("a")
+    machine.ask("a", names[8:], 0, 8, 83)
+    until(lambda: not machine.tier.under_way)
+    assert asked == [20, 12, 12]
+
+
+def test_a_request_does_not_wait_longer_for_another_one_than_for_tiers() -> None:
+    machine = Machine(wait=0.0)
+    names = keys(*range(20))
+    machine.keep(names)
+    machine.shelf.open.clear()
+    machine.ask("a", names, 0, 0, 83)
+    machine.ask("b", names, 0, 0, 83)
+    machine.planner.advance()
+    assert not machine.planner.turn("b", continuing=False)
+    time.sleep(1e-3)
+    machine.planner.advance()
+    assert machine.planner.turn("b", continuing=False)
+    machine.shelf.open.set()
+    for rid in ("a", "b"):
+        machine.planner.release(rid)
+    machine.settle()
+    machine.planner.close()
+    machine.tier.close()
+    machine.engine.close()
+
+
 def test_a_request_can_return_while_its_last_load_is_in_flight(machine: Machine) -> None:
     """Uses the same request id again, as a retracted request does."""
     names = keys(*range(2 * UNIT))
