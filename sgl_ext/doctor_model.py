@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 
@@ -28,8 +27,8 @@ def linking(model: Path, config: ExtConfig) -> Check:
     if config.chunks is None:
         return Check(_NAME, "note", "skipped", "add a chunks section to the configuration")
     chosen = config.resolved()
-    sections = json.dumps({name: chosen[name] for name in ("memory", "chunks")})
-    arguments = ("--max-total-tokens", _TOKENS, "--enable-ext", "--ext-config", sections)
+    sections = {name: chosen[name] for name in ("memory", "chunks")}
+    arguments = ("--max-total-tokens", _TOKENS, *server.extension(sections))
     system = server.System("doctor", arguments)
     try:
         with (

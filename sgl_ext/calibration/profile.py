@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import tempfile
@@ -96,7 +95,7 @@ def _system(name: str, config: ExtConfig, arguments: Sequence[str]) -> server.Sy
     resolved = config.resolved()
     measured = ("memory", "tiers", "restore")
     sections = {name: resolved[name] for name in measured if name in resolved}
-    command = (*arguments, "--enable-ext", "--ext-config", json.dumps(sections))
+    command = (*arguments, *server.extension(sections))
     return server.System(name, command)
 
 

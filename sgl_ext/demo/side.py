@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -59,7 +58,7 @@ def documents(repeated: int) -> list[str]:
 def system(name: str, config: Mapping[str, Any], pool: int) -> server.System:
     """Returns a server with a configuration and a device pool of ``pool`` tokens."""
     arguments = ["--max-total-tokens", str(pool), *server.BESIDE_OTHERS, "--page-size", "16"]
-    arguments += ["--enable-ext", "--ext-config", json.dumps(config)]
+    arguments += server.extension(config)
     return server.System(name, arguments, {"OMP_WAIT_POLICY": "PASSIVE"})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 import requests
@@ -34,6 +35,11 @@ _PORTS = range(10_000, 22_000)
 below those that the kernel gives to connections."""
 _PORTS_TRIED = 100
 _held: list[socket.socket] = []
+
+
+def extension(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the arguments that enable the extension with a configuration."""
+    return ("--enable-ext", "--ext-config", json.dumps(config))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ is on devices, and the device pool holds only what is behind it.
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 import time
@@ -62,13 +61,13 @@ def report_against(
     """
     context = sample.context
     room = max(batches) * (_PROMPT + _ANSWER + 2) + _SMALL
-    host = json.dumps({"tiers": {"host": {"capacity": "1GiB"}}})
+    host = {"tiers": {"host": {"capacity": "1GiB"}}}
     dense = ("--max-total-tokens", str(len(context) + room), *server.BESIDE_OTHERS)
     with tempfile.TemporaryDirectory(dir=out, prefix="clusters-") as scratch:
         section = {"hot": "8MiB", "largest": max(_SHARES)}
         systems = [
             server.System(DENSE, dense),
-            server.System(HOST, (*dense, "--enable-ext", "--ext-config", host)),
+            server.System(HOST, (*dense, *server.extension(host))),
             stored_system(STORED, Path(scratch), _DEVICES, _STORED_POOL, section),
         ]
         with server.serve(systems, model, out / "logs") as (in_pool, from_host, stored):

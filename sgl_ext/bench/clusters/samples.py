@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,7 +23,7 @@ from sgl_ext.clusters.profile import Options, Profile
 from sgl_ext.clusters.recorded import Recorded, RecordedLayer
 from sgl_ext.clusters.records import remove_record
 from sgl_ext.errors import ExtError
-from sgl_ext.serving.server import BESIDE_OTHERS, System
+from sgl_ext.serving.server import BESIDE_OTHERS, System, extension
 
 _DEADLINE_S = 900.0
 _ESSAY_SKIPPED = 20_000
@@ -144,7 +143,7 @@ def stored_system(
     config = {"clusters": {"directories": [*map(str, places)], **section}}
     arguments = (
         "--max-total-tokens", str(pool), *BESIDE_OTHERS,
-        "--enable-ext", "--ext-config", json.dumps(config),
+        *extension(config),
     )  # fmt: skip
     return System(name, arguments)
 

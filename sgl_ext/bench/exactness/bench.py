@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import re
 import tempfile
 from collections.abc import Sequence
@@ -191,7 +190,7 @@ def _systems(page: int, scratch: Path) -> list[server.System]:
         *(
             server.System(
                 f"{name}-{page}",
-                (*pool, "--enable-ext", "--ext-config", json.dumps(config)),
+                (*pool, *server.extension(config)),
                 strict,
             )
             for name, config in configs.items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import shlex
 import signal
@@ -16,7 +15,7 @@ from typing import Any
 import psutil
 
 from sgl_ext.serving.mapped import mapped_segments, segments
-from sgl_ext.serving.server import BESIDE_OTHERS, Server, System, serve
+from sgl_ext.serving.server import BESIDE_OTHERS, Server, System, extension, serve
 
 ARGUMENTS = (
     "--page-size", "16", "--max-total-tokens", "3072", "--chunked-prefill-size", "512",
@@ -54,8 +53,8 @@ class Setup:
         found = [System("stock", _STOCK, _ENVIRONMENT)]
         for name, config in ((UNDER_TEST, self.config), (BESIDE, self.beside)):
             if config is not None:
-                extension = ("--enable-ext", "--ext-config", json.dumps(config))
-                found.append(System(name, (*ARGUMENTS, *more, *extension), _STRICT))
+                on = extension(config)
+                found.append(System(name, (*ARGUMENTS, *more, *on), _STRICT))
         return found
 
 

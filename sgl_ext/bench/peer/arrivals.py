@@ -8,7 +8,6 @@ more positions than it was trained on: only times count.
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from sgl_ext.bench.harness.sampling import ratio_of_medians
 from sgl_ext.bench.peer.servers import Lent, pair
 from sgl_ext.bench.peer.ttft import NEW, PEER_OVER_HOST, link_of, p99, texts_of
 from sgl_ext.serving.http import wait_until_stored
-from sgl_ext.serving.server import Server, System
+from sgl_ext.serving.server import Server, System, extension
 
 PEER, HICACHE, TIERS = "peer", "hicache", "tiers"
 _LAYERS = 6
@@ -97,7 +96,7 @@ def _others(setup: Lent, host: int) -> tuple[System, System]:
         ),
         System(
             TIERS,
-            (*base, "--enable-ext", "--ext-config", json.dumps({"tiers": {"host": section}})),
+            (*base, *extension({"tiers": {"host": section}})),
         ),
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 from sgl_ext.errors import ExtError
 from sgl_ext.models import SMOLLM2, prepare, shortened, untrained
 from sgl_ext.serving.http import live
-from sgl_ext.serving.server import BESIDE_OTHERS, Server, System, serve
+from sgl_ext.serving.server import BESIDE_OTHERS, Server, System, extension, serve
 
 PAGE = 16
 LAYERS = 30
@@ -85,7 +85,7 @@ class Lent:
 def peer(role: str, directory: Path, **more: Any) -> tuple[str, ...]:
     """Returns the arguments that make a server a master or a worker."""
     section = {"role": role, "directory": str(directory), **more}
-    return ("--enable-ext", "--ext-config", json.dumps({"peer": section}))
+    return extension({"peer": section})
 
 
 def worker_tokens(lent: int, own: int, token_bytes: int = TOKEN_BYTES) -> int:

@@ -5,7 +5,6 @@ Both at once are done by layers, by tokens, or in whichever way is faster.
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -41,8 +40,8 @@ def report_layers(
     host = {"capacity": "1GiB", "emulate": {"bytes_per_second": bytes_per_second}}
 
     def ours(name: str, how: str) -> server.System:
-        config = json.dumps({"tiers": {"host": host}, "restore": {"host": how}})
-        return server.System(name, (*base(_POOL), "--enable-ext", "--ext-config", config))
+        config = {"tiers": {"host": host}, "restore": {"host": how}}
+        return server.System(name, (*base(_POOL), *server.extension(config)))
 
     systems = [
         server.System(RECOMPUTE, (*base(_POOL), "--disable-radix-cache")),
@@ -94,7 +93,7 @@ def report_ssd_layers(
             }
             if restore is not None:
                 config["restore"] = restore
-            arguments = (*base(_SSD_POOL), "--enable-ext", "--ext-config", json.dumps(config))
+            arguments = (*base(_SSD_POOL), *server.extension(config))
             return server.System(name, arguments)
 
         systems = [

@@ -8,7 +8,6 @@ signal.
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
 import tempfile
@@ -130,7 +129,7 @@ def _system(
     if restores:
         config["restore"] = {"chunk": _CHUNK}
     environment = {EXPERIMENT: IN_SEQUENCE} if in_sequence else {}
-    arguments += ("--enable-ext", "--ext-config", json.dumps(config))
+    arguments += server.extension(config)
     return server.System(name, arguments, environment)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Sequence
@@ -49,8 +48,8 @@ def fill(
     """
     directory.mkdir()
     ssd = {"directories": [str(directory)], "capacity": _CAPACITY, "keep_after": 1}
-    config = json.dumps({"tiers": {"ssd": ssd, "staging": "1GiB"}})
-    system = server.System("fill", (*base(pool), "--enable-ext", "--ext-config", config))
+    config = {"tiers": {"ssd": ssd, "staging": "1GiB"}}
+    system = server.System("fill", (*base(pool), *server.extension(config)))
     seconds = {}
     with server.serve([system], model, logs) as (filling,):
         for context in contexts:
@@ -97,7 +96,7 @@ def systems(
         }
         if name in _POLICIES:
             config["restore"] = {"policy": name}
-        arguments = (*base(pool), "--enable-ext", "--ext-config", json.dumps(config))
+        arguments = (*base(pool), *server.extension(config))
         found.append(server.System(name, arguments))
     return found
 

@@ -35,10 +35,10 @@ def report_exact(report: Report, model: Path, logs: Path, count: int, pool: int)
     """
     swap = {"capacity": "1GiB", "quantum": _QUANTUM}
     drawn = {EXPERIMENT: json.dumps({"trace": "random"})}
-    config = json.dumps({"tiers": {"host": {"capacity": "1536MiB"}}, "swap": swap})
+    config = {"tiers": {"host": {"capacity": "1536MiB"}}, "swap": swap}
     page = ("--page-size", str(PAGE), *EXACT, *server.BESIDE_OTHERS)
     room = ("--max-total-tokens", str(2 * _AT_ONCE * _LONGEST))
-    little = ("--max-total-tokens", str(pool), "--enable-ext", "--ext-config", config)
+    little = ("--max-total-tokens", str(pool), *server.extension(config))
     running = [
         server.System(STOCK, (*page, *room)),
         server.System(OURS, (*page, *little), {**_RETRACT, **drawn}),

@@ -110,8 +110,8 @@ def systems(
             host["capacity"] = swap["capacity"] = "2MiB"  # in effect no host memory
         elif link is not None:
             host["link"] = link.config()
-        config = json.dumps({"tiers": {"host": host}, "swap": swap})
+        config = {"tiers": {"host": host}, "swap": swap}
         environment = {EXPERIMENT: json.dumps(experiment)}
-        arguments = (*base, "--enable-ext", "--ext-config", config)
+        arguments = (*base, *server.extension(config))
         found.append(server.System(name, arguments, environment))
     return found

@@ -7,7 +7,6 @@ conversations, which fit the device, are held one at a time. They measure the ov
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -100,8 +99,7 @@ def _systems(pool: int, scratch: Path, host_gib: float = _HOST_GIB) -> list[serv
         return {"directories": [directory], "capacity": "8GiB", **more}
 
     def ours(name: str, **tiers: object) -> server.System:
-        config = json.dumps({"tiers": tiers})
-        return server.System(name, (*base, "--enable-ext", "--ext-config", config))
+        return server.System(name, (*base, *server.extension({"tiers": tiers})))
 
     files.mkdir(exist_ok=True)
     return [

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from sgl_ext.config.sets import Sections, maximal
 from sgl_ext.errors import ExtError
-from sgl_ext.serving.server import BESIDE_OTHERS, System
+from sgl_ext.serving.server import BESIDE_OTHERS, System, extension
 
 PAGE = 16
 TOKEN_BYTES = 30 * 2 * 3 * 64 * 2
@@ -163,6 +163,6 @@ def extended(
     """
     return System(
         name,
-        (*arguments, "--enable-ext", "--ext-config", json.dumps(config)),
+        (*arguments, *extension(config)),
         {**ENVIRONMENT, **(environment or {})},
     )

@@ -313,7 +313,7 @@ def test_a_prefix_that_no_tier_has_is_not_restored(machine: Machine) -> None:
 def test_a_tier_whose_answers_take_time_is_asked_once(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang looks a waiting request up in each step, also after an answer that nothing is there."""
+    """SGLang looks waiting requests up in each step, also after the answer."""
     asked: list[int] = []
     monkeypatch.setattr(machine.shelf, "immediate", False)
     monkeypatch.setattr(machine.shelf, "lookup", lambda names: asked.append(len(names)) or 0)
