@@ -29,7 +29,7 @@ TABLES: dict[str, Table | Figures] = {
         "a copy takes, times that on the link above",
         {
             f"{times}" if times != "0" else "as on this machine": {"what": f"speeds {times}"}
-            for times in ("0", "0.03", "0.3", "1", "3", "10")
+            for times in ("0", "0.01", "0.03", "0.1", "0.3", "1", "3", "10")
         },
         [
             Column(f"{title}: {name}", key, shown, {"system": system})

@@ -180,7 +180,7 @@ def _tiers_one_by_one(quick: bool, out: Path) -> Report:
 def _systems(page: int, scratch: Path) -> list[server.System]:
     pool = ("--max-total-tokens", "2048", "--page-size", str(page), "--dtype", "float32")
     ssd = {"directories": [str(scratch)], "capacity": "16GiB", "keep_after": 1}
-    configs = {
+    configs: dict[str, dict[str, object]] = {
         "host": {"tiers": {"host": {"capacity": "1GiB"}}},
         "ssd": {"tiers": {"ssd": ssd, "staging": "128MiB"}},
     }

@@ -12,7 +12,7 @@ from stack_kit import BLOCKS, Machine
 from tier_kit import content, keys, places
 
 from sgl_ext.planning.load_cost import LoadCost
-from sgl_ext.tiers.copies import LayerLoads, layer_groups
+from sgl_ext.tiers.layer_loads import LayerLoads, layer_groups
 
 
 @pytest.fixture(params=[1, 4])
