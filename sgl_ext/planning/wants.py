@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,6 +22,8 @@ from sgl_ext.tiers.tier import leading
 
 _LEASE_S = 60.0
 """Time after which a want that the scheduler no longer looks up is released, in seconds."""
+_ABSENT_S = 5.0
+"""Time for which an answer counts that tiers have no page of a want, in seconds."""
 _CHECKED_S = 5.0
 """Seconds between two checks of the leases."""
 _FOLLOWS = 0.5
@@ -105,8 +108,8 @@ class Wants:
             return
         _, arrived = self._followers.pop(name, (None, now))
         runs = [run.keys[run.here :] for run in want.runs]
-        absent = self._absent.get(name)
-        if absent is not None and absent[0] == next(filter(None, runs), [None])[0]:
+        first, answered = self._absent.get(name, (None, -math.inf))
+        if now <= answered + _ABSENT_S and first == next(filter(None, runs), [None])[0]:
             return
         for lacking in filter(None, runs):
             # A want that shares little, such as a system prompt, loads that part again; also one
@@ -236,7 +239,7 @@ class Wants:
                 if now > request.seen + _LEASE_S and not computes:
                     self.release(name)
             for name, (_, answered) in [*self._absent.items()]:
-                if now > answered + _LEASE_S:  # asked again, or gone
+                if now > answered + _ABSENT_S:
                     del self._absent[name]
             for name, (other, arrived) in [*self._followers.items()]:
                 if now > arrived + _LEASE_S and not self._loads(other):

@@ -70,8 +70,8 @@ def test_every_power_is_shown_within_the_width(width: int) -> None:
         assert words in shown
     flat = " ".join(shown.split())
     for words in (
-        "7 prompts, 9,000 tokens linked", "4 prompts interrupted", "9 requests out, 8 in",
-        "1 contexts open", "75% in memory", "1 devices lost",
+        "7 prompts, 9,000 tokens linked", "4 prompts interrupted",
+        "9 requests swapped out, 8 resumed", "1 contexts open", "75% in memory", "1 devices lost",
     ):  # fmt: skip
         assert words in flat
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 from restore_kit import PAGE, UNIT, Machine, until
-from tier_kit import keys
+from tier_kit import DEADLINE_S, keys
 
 from sgl_ext.planning.plan import Compute, Load
 from sgl_ext.planning.policies import Cake, Longest, Policy
@@ -315,10 +316,19 @@ def test_a_tier_whose_answers_take_time_is_asked_once(
 ) -> None:
     """SGLang looks waiting requests up in each step, also after the answer."""
     asked: list[int] = []
+    answer = threading.Event()
+
+    def lookup(names: list[bytes]) -> int:
+        asked.append(len(names))
+        assert answer.wait(DEADLINE_S)
+        return 0
+
     monkeypatch.setattr(machine.shelf, "immediate", False)
-    monkeypatch.setattr(machine.shelf, "lookup", lambda names: asked.append(len(names)) or 0)
+    monkeypatch.setattr(machine.shelf, "lookup", lookup)
     names = keys(*range(20))
     machine.ask("a", names, 0, 0, 83)
+    assert not machine.planner.turn("a", continuing=False)
+    answer.set()
     until(lambda: not machine.tier.under_way)
     for _ in range(3):
         machine.planner.advance()
