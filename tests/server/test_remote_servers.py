@@ -46,7 +46,8 @@ def test_servers_share_kv_and_compute_it_when_the_store_is_lost(
     asked = sum(map(len, prompts))
     port = free_port()
     remote = {"master": f"127.0.0.1:{port}", "segment": "256MiB"}
-    config = json.dumps({"tiers": {"remote": remote, "staging": "96MiB"}})
+    # A prompt that the store lacks must not wait until then.
+    config = json.dumps({"tiers": {"remote": remote, "staging": "96MiB", "wait": "10min"}})
     arguments = (*POOL, "--enable-ext", "--ext-config", config)
     systems = [System(name, arguments) for name in ("first", "second")]
     with serve(systems, model, tmp_path / "logs") as (first, second):
