@@ -38,7 +38,7 @@ class _Listed(msgspec.Struct):
 
 
 class _Warned(msgspec.Struct):
-    """What any answer may have besides its content."""
+    """Warning of the server that an answer may contain."""
 
     warning: str | None = None
 

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from tables.forms import MS, PERCENT, Column, Figures, Table, form, systems
 
+_ARRANGEMENTS = {
+    "16 consecutive tokens": {"system": "pages"},
+    "consecutive tokens, of our size": {"system": "position"},
+    "none": {"system": "entry"},
+    "similar ones (ours)": {"system": "ours"},
+}
+_SHARES = (("a twentieth", 0.05), ("a tenth", 0.1), ("a quarter", 0.25))
+
 TABLES: dict[str, Table | Figures] = {
     "clusters": Table(
         "clusters",
@@ -121,19 +129,14 @@ TABLES: dict[str, Table | Figures] = {
     "clusters-selections": Table(
         "clusters-selections",
         "entries that share a block",
-        {
-            "16 consecutive tokens": {"system": "pages"},
-            "consecutive tokens, of our size": {"system": "position"},
-            "none": {"system": "entry"},
-            "similar ones (ours)": {"system": "ours"},
-        },
+        _ARRANGEMENTS,
         [
             *(
                 Column(
                     f"KL, {title}", "kl", form(3),
                     {"what": "selections, answers", "sparsity": share},
                 )
-                for title, share in (("a twentieth", 0.05), ("a tenth", 0.1), ("a quarter", 0.25))
+                for title, share in _SHARES
             ),
             tenth := Column(
                 "read for a token", "read_bytes", form(2, " MB", 1e-6),
@@ -151,19 +154,14 @@ TABLES: dict[str, Table | Figures] = {
     "clusters-texts": Table(
         "clusters-texts",
         "entries that share a block",
-        {
-            "16 consecutive tokens": {"system": "pages"},
-            "consecutive tokens, of our size": {"system": "position"},
-            "none": {"system": "entry"},
-            "similar ones (ours)": {"system": "ours"},
-        },
+        _ARRANGEMENTS,
         [
             *(
                 Column(
                     f"{title} {name}".strip(), key, form(3),
                     {"what": "selections, all texts", "sparsity": share},
                 )
-                for name, share in (("a twentieth", 0.05), ("a tenth", 0.1), ("a quarter", 0.25))
+                for name, share in _SHARES
                 for title, key in (("KL,", "kl"), ("from,", "kl_low"), ("to,", "kl_high"))
             ),
             Column(

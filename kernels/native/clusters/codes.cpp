@@ -74,11 +74,12 @@ void mass(const Shape &shape, const Keys &keys, std::size_t count, const float *
   const std::size_t lookups = count * shape.kv_heads * shape.entries * shape.subspaces;
   const int most = lookups < kWorthThreads ? 1 : std::max(threads, 1);
   const std::size_t lanes = lanes_for(std::min(shape.heads / shape.kv_heads, kMostLanes));
+  const std::size_t near = seen ? seen->most(count) : 0;
   // Allocated here, because the threads must not throw.
   std::vector<std::unique_ptr<Memory>> memories;
   std::vector<Room> rooms;
   for (std::size_t i = 0; i < std::min(std::size_t(most), count * shape.kv_heads); ++i) {
-    memories.push_back(std::make_unique<Memory>(shape, lanes, seen ? seen->most(count) : 0));
+    memories.push_back(std::make_unique<Memory>(shape, lanes, near));
     rooms.push_back(memories.back()->room());
   }
   Job job{shape, keys, count, queries, scale, beside, seen, parts.get(), rooms.data()};

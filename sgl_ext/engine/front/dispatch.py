@@ -52,7 +52,8 @@ def _serve(
             add_front(manager, front)
     on = config.sections()
     off = [kind for kind in ORDER if kind.name not in on]
-    add_front(manager, OffParams({kind.param: kind.name for kind in off if kind.param}))
+    if params := {kind.param: kind.name for kind in off if kind.param}:
+        add_front(manager, OffParams(params))
     app.add_middleware(openai_reports.OpenaiReports)
     # The middleware that is added last is the outermost one, and sees what the others raise.
     errors.install(app, {kind.name: kind.path for kind in off if kind.path})
