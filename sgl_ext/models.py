@@ -182,6 +182,59 @@ def shortened(model: PackagedModel, layers: int) -> Path:
     return _folder(f"{model.name}-{layers}-layers", model.converted_size, make)
 
 
+def with_kv_heads(model: PackagedModel, heads: int) -> Path:
+    """Returns the folder of a Llama model that gives the same answers with more KV heads.
+
+    Each attention head has a KV head of its own, and all of them are repeated; the output of the
+    repeated ones is multiplied by zero. Only the KV is larger, and the computation of attention.
+
+    Args:
+        heads: The model's number of KV heads, for the model itself, or a multiple of its number of
+            attention heads that divides its hidden size.
+
+    Raises:
+        ExtError: ``heads`` is another number; or see :func:`prepare`.
+    """
+    whole = prepare(model)
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(whole)
+    own, own_kv = config.num_attention_heads, config.num_key_value_heads
+    if heads == own_kv:
+        return whole
+    if heads % own or config.hidden_size % heads:
+        raise ExtError(
+            f"{model.name} cannot have {heads} KV heads: give {own_kv}, or a multiple of "
+            f"{own} that divides {config.hidden_size}"
+        )
+
+    def make(scratch: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        source = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.bfloat16)
+        weights = source.state_dict()
+        config.head_dim = head_dim = config.hidden_size // own
+        config.num_attention_heads = config.num_key_value_heads = heads
+        found = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        of_head = torch.arange(heads) % own
+        taken = {"q_proj": of_head, "k_proj": of_head // (own // own_kv)}
+        taken["v_proj"] = taken["k_proj"]
+        for name, weight in weights.items():
+            part = name.split(".")[-2]
+            if part in taken:
+                by_head = weight.unflatten(0, (-1, head_dim))
+                weights[name] = by_head[taken[part]].flatten(0, 1)
+            elif part == "o_proj":
+                repeated = torch.zeros(len(weight), head_dim * (heads - own), dtype=weight.dtype)
+                weights[name] = torch.cat([weight, repeated], 1)
+        found.load_state_dict(weights)
+        found.save_pretrained(scratch)
+        AutoTokenizer.from_pretrained(whole).save_pretrained(scratch)
+
+    return _folder(f"{model.name}-{heads}-kv-heads", 3 * model.converted_size, make)
+
+
 def untied(model: Path) -> Path:
     """Returns the folder of a model whose head has its own copy of the embeddings.
 

@@ -1,5 +1,8 @@
 """TTFT and time per token over a long context: dense attention, and a stored context.
 
+The part ``long`` has contexts beyond those that the model is trained for, whose times count and
+whose answers do not.
+
 Requests of a batch share the context and have prompts of their own. With dense attention, the KV of
 the context is in the device pool, or comes from host memory for the first token; a stored context
 is on devices, and the device pool holds only what is behind it.
@@ -7,10 +10,11 @@ is on devices, and the device pool holds only what is behind it.
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
@@ -28,6 +32,7 @@ DENSE, HOST, STORED = "dense, KV in the device pool", "dense, KV from host memor
 _DEVICES = 4
 _PROMPT, _ANSWER = 24, 32
 _SHARES = (0.05, 0.1, 0.25)
+_LONG_SHARES = (0.05, 0.1)
 _STORED_POOL = 2048
 """Device pool of the server that follows the stored context, in tokens."""
 _FIRST = 1000
@@ -59,50 +64,98 @@ def report_against(
         batches: numbers of requests that are sent at once.
         rounds: number of measured batches of each size.
     """
+    found, blocks = _compare(model, sample, batches, rounds, out, _SHARES, host=True)
+    _add(report, "against", sample, found)
+    report.runs.append({"what": "against, blocks", **blocks})
+    for batch, share in product(batches, _SHARES):
+        ours, name = found[_name(share), batch], f"{100 * share:g}_batch_{batch}"
+        report.figures[f"tokens_per_s_to_dense_{name}"] = ratio(
+            found[DENSE, batch].token, ours.token
+        )
+        report.figures[f"ttft_to_host_{name}"] = ratio(ours.ttft, found[HOST, batch].ttft)
+
+
+def report_long(
+    report: Report, model: Path, sample: Sample, batches: Sequence[int], rounds: int, out: Path
+) -> None:
+    """Measures a context that may be longer than those that the model is trained for.
+
+    KV from host memory is not measured: between its batches, a context as long would be computed.
+    For the arguments see :func:`report_against`.
+    """
+    length = len(sample.context)
+    positions = json.dumps({"max_position_embeddings": length + 1024})
+    more = ("--json-model-override-args", positions)
+    found, _ = _compare(model, sample, batches, rounds, out, _LONG_SHARES, *more, host=False)
+    _add(report, "long", sample, found)
+    for batch, share in product(batches, _LONG_SHARES):
+        report.figures[f"long_tokens_per_s_to_dense_{100 * share:g}_batch_{batch}_{length}"] = (
+            ratio(found[DENSE, batch].token, found[_name(share), batch].token)
+        )
+
+
+def _compare(
+    model: Path,
+    sample: Sample,
+    batches: Sequence[int],
+    rounds: int,
+    out: Path,
+    shares: Sequence[float],
+    *more: str,
+    host: bool,
+) -> tuple[dict[tuple[str, int], _Measured], dict[str, int]]:
+    """Measures the systems with batches of several sizes.
+
+    Args:
+        shares: values of ``sparsity`` of requests that follow the stored context.
+        more: further arguments of all servers.
+        host: whether dense attention with KV from host memory is measured.
+
+    Returns:
+        Measurements by system and batch size, and the numbers of blocks by their source.
+    """
     context = sample.context
     room = max(batches) * (_PROMPT + _ANSWER + 2) + _SMALL
-    host = {"tiers": {"host": {"capacity": "1GiB"}}}
-    dense = ("--max-total-tokens", str(len(context) + room), *server.BESIDE_OTHERS)
+    tiers = server.extension({"tiers": {"host": {"capacity": "1GiB"}}})
+    dense = ("--max-total-tokens", str(len(context) + room), *server.BESIDE_OTHERS, *more)
     with tempfile.TemporaryDirectory(dir=out, prefix="clusters-") as scratch:
-        section = {"hot": "8MiB", "largest": max(_SHARES)}
+        section = {"hot": "8MiB", "largest": max(shares)}
         systems = [
+            stored_system(STORED, Path(scratch), _DEVICES, _STORED_POOL, section, *more),
             server.System(DENSE, dense),
-            server.System(HOST, (*dense, *server.extension(host))),
-            stored_system(STORED, Path(scratch), _DEVICES, _STORED_POOL, section),
+            *([server.System(HOST, (*dense, *tiers))] if host else []),
         ]
-        with server.serve(systems, model, out / "logs") as (in_pool, from_host, stored):
+        with server.serve(systems, model, out / "logs") as (stored, *others):
             id_ = store(stored.url, context)
             asks: dict[str, Ask] = {
-                DENSE: _dense(in_pool.url, context),
-                HOST: _dense(from_host.url, context),
-            } | {_name(share): following(stored.url, id_, share) for share in _SHARES}
+                **{each.system.name: _dense(each.url, context) for each in others},
+                **{_name(share): following(stored.url, id_, share) for share in shares},
+            }
             found = {key: _Measured() for key in product(asks, batches)}
             prompts = Prompts(sample.unseen)
             for at in range(rounds + 1):
                 for batch in batches:
                     for name in [*asks][at % len(asks) :] + [*asks][: at % len(asks)]:
                         if name == HOST:
-                            _displace(from_host.url, context)
+                            _displace(others[-1].url, context)
                         # The first round opens the context and warms the servers up.
                         into = found[name, batch] if at else _Measured()
                         _measure(asks[name], prompts.take(batch), into)
             blocks = live(stored.url)["clusters"]["open"][id_]
+    return found, {name: blocks[name] for name in BLOCKS}
+
+
+def _add(
+    report: Report, what: str, sample: Sample, found: Mapping[tuple[str, int], _Measured]
+) -> None:
+    """Adds a run of each system and batch size to the report."""
     for (system, batch), one in found.items():
         report.runs.append(
-            {"what": "against", "system": system, "batch": batch, "tokens": len(context),
-             "samples": rounds, "tokens_per_s": batch / statistics.median(one.token)}
+            {"what": what, "system": system, "batch": batch, "tokens": len(sample.context),
+             "samples": len(one.token), "tokens_per_s": batch / statistics.median(one.token)}
             | summary(one.ttft, "ttft_ms", 1e3)
             | summary(one.token, "token_ms", 1e3)
         )  # fmt: skip
-    report.runs.append({"what": "against, blocks", **{name: blocks[name] for name in BLOCKS}})
-    for batch in batches:
-        for share in _SHARES:
-            ours = found[_name(share), batch]
-            name = f"{100 * share:g}_batch_{batch}"
-            report.figures[f"tokens_per_s_to_dense_{name}"] = ratio(
-                found[DENSE, batch].token, ours.token
-            )
-            report.figures[f"ttft_to_host_{name}"] = ratio(ours.ttft, found[HOST, batch].ttft)
 
 
 class Prompts:

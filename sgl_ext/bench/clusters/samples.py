@@ -72,10 +72,24 @@ def samples(model: Path, lengths: Sequence[int], unseen: int) -> list[Sample]:
         context, asked = _documents(of, encode, length, unseen, skip=at // len(sets))
         found.append(Sample(f"{of}/{at}", "questions", context, asked))
     if len(lengths) > 1:
-        text = encode(essays()[_ESSAY_SKIPPED : _ESSAY_SKIPPED + 8 * (lengths[-1] + unseen)])
-        end = lengths[-1]
-        found.append(Sample("essays", "continuation", (*text[:end],), (*text[end : end + unseen],)))
+        found.append(essay(model, lengths[-1], unseen))
     return found
+
+
+def essay(model: Path, length: int, unseen: int) -> Sample:
+    """Returns a sample of essays.
+
+    Args:
+        model: directory of the model whose tokenizer is used.
+        length: number of tokens of the context.
+        unseen: number of tokens that follow it.
+    """
+    from transformers import AutoTokenizer
+
+    end = length + unseen
+    text = essays()[_ESSAY_SKIPPED : _ESSAY_SKIPPED + 8 * end]
+    tokens = AutoTokenizer.from_pretrained(model).encode(text, add_special_tokens=False)
+    return Sample("essays", "continuation", (*tokens[:length],), (*tokens[length:end],))
 
 
 def code(model: Path, length: int, unseen: int) -> Sample:
@@ -127,7 +141,7 @@ def _documents(
 
 
 def stored_system(
-    name: str, place: Path, devices: int, pool: int, section: Mapping[str, Any]
+    name: str, place: Path, devices: int, pool: int, section: Mapping[str, Any], *more: str
 ) -> System:
     """Returns a system that stores contexts in new directories, one for each device.
 
@@ -136,6 +150,7 @@ def stored_system(
         devices: number of directories.
         pool: tokens that the KV pool of the server holds.
         section: section ``clusters`` of the configuration, without ``directories``.
+        more: further arguments of the server.
     """
     places = device_directories(place, devices)
     for each in places:
@@ -143,7 +158,7 @@ def stored_system(
     config = {"clusters": {"directories": [*map(str, places)], **section}}
     arguments = (
         "--max-total-tokens", str(pool), *BESIDE_OTHERS,
-        *extension(config),
+        *extension(config), *more,
     )  # fmt: skip
     return System(name, arguments)
 

@@ -110,10 +110,10 @@ def report_selections(
         pool: tokens that the KV pool of the server holds, more than those of the sample.
         rounds: number of measured batches of each setting.
     """
-    with _served(model, pool, out) as (url, directories):
-        contexts = _stored(url, sample, directories)
+    with served(model, pool, out) as (url, directories):
+        contexts = arranged_all(record(url, sample.context), directories)
         answers = _answers(url, sample, contexts)
-        found = _rounds(url, contexts, sample, batches, rounds)
+        found = measure_all(url, contexts, sample, batches, rounds)
     add_answers(report, answers)
     add_speeds(report, found, {name: one.blocks for name, one in contexts.items()})
 
@@ -126,7 +126,7 @@ def report_texts(
     Args:
         pool: tokens that the KV pool of the server holds, more than those of a sample.
     """
-    with _served(model, pool, out) as (url, directories):
+    with served(model, pool, out) as (url, directories):
         found = [
             partial.find(f"texts/{each.name}", partial_of(_text, url, each, directories))
             for each in read
@@ -142,10 +142,16 @@ def report_texts(
 
 
 @contextmanager
-def _served(model: Path, pool: int, out: Path) -> Iterator[tuple[str, list[Path]]]:
-    """Yields the URL of a server, and the directories of its devices."""
+def served(
+    model: Path, pool: int, out: Path, hot: int | str = _HOT
+) -> Iterator[tuple[str, list[Path]]]:
+    """Yields the URL of a server, and the directories of its devices.
+
+    Args:
+        hot: memory for blocks of an open context.
+    """
     with tempfile.TemporaryDirectory(dir=out, prefix="clusters-") as scratch:
-        section = {"hot": _HOT, "largest": max(SHARES)}
+        section = {"hot": hot, "largest": max(SHARES)}
         system = stored_system("selections", Path(scratch), _DEVICES, pool, section)
         with server.serve([system], model, out / "logs") as (running,):
             yield running.url, device_directories(Path(scratch), _DEVICES)
@@ -155,7 +161,7 @@ def _text(
     url: str, sample: Sample, directories: Sequence[Path]
 ) -> dict[str, list[tuple[float, bool]]]:
     """Returns the divergence of each unseen token of a text, by share and arrangement."""
-    contexts = _stored(url, sample, directories)
+    contexts = arranged_all(record(url, sample.context), directories)
     try:
         answers = _answers(url, sample, contexts)
     finally:
@@ -164,13 +170,11 @@ def _text(
     return {f"{share:g}/{name}": [*tokens] for (share, name), tokens in answers.items()}
 
 
-def _stored(url: str, sample: Sample, directories: Sequence[Path]) -> dict[str, Arranged]:
-    """Records a context once, and stores it in each arrangement."""
-    recorded = record(url, sample.context)
-    return {
-        name: arranged(recorded, name, options, directories)
-        for name, options in ARRANGEMENTS.items()
-    }
+def arranged_all(
+    recorded: Recorded, directories: Sequence[Path], names: Sequence[str] = (*ARRANGEMENTS,)
+) -> dict[str, Arranged]:
+    """Stores a recorded context in several arrangements."""
+    return {name: arranged(recorded, name, ARRANGEMENTS[name], directories) for name in names}
 
 
 def _answers(
@@ -200,29 +204,33 @@ def arranged(
     return Arranged(id_, about(id_, folders).blocks)
 
 
-def _rounds(
+def measure_all(
     url: str,
     contexts: Mapping[str, Arranged],
     sample: Sample,
     batches: Sequence[int],
     rounds: int,
+    shares: Sequence[float] = SHARES,
 ) -> dict[Setting, Measured]:
-    # Arrangements with the same share are measured one after the other.
-    settings = [*product(SHARES, contexts)]
+    """Measures each share, arrangement and batch size in several rounds.
+
+    Arrangements with the same share are measured one after the other.
+    """
+    settings = [*product(shares, contexts)]
     found = {(*key, batch): Measured() for key, batch in product(settings, batches)}
     prompts = Prompts(sample.unseen)
     for one in contexts.values():  # the first batch is not measured
-        seconds(following(url, one.id, SHARES[-1]), prompts.take(max(batches)), 2)
+        seconds(following(url, one.id, shares[-1]), prompts.take(max(batches)), 2)
     for at in range(rounds):
         say(f"measuring round {at + 1} of {rounds}")
         for batch in batches:
             asked = prompts.take(batch)  # each context and share has its own cache
             for share, name in settings[at % len(settings) :] + settings[: at % len(settings)]:
-                _measure(url, contexts[name].id, share, asked, found[share, name, batch])
+                measure(url, contexts[name].id, share, asked, found[share, name, batch])
     return found
 
 
-def _measure(
+def measure(
     url: str, id_: str, share: float, prompts: Sequence[Sequence[int]], measured: Measured
 ) -> None:
     """Measures a batch: its first tokens, and its further ones behind cached prompts."""

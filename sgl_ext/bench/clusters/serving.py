@@ -22,7 +22,7 @@ from sgl_ext.serving.http import live
 
 AS_IT_IS, SLOW, AHEAD = "as it is", "slow devices", "slow devices, read ahead"
 _SHARE = 0.1
-_PM9A3_BYTES, _PM9A3_OPERATIONS = 6.9e9, 1.1e6
+PM9A3_BYTES, PM9A3_OPERATIONS = 6.9e9, 1.1e6
 """Published bytes and operations per second of a Samsung PM9A3."""
 _SLOWER = 40
 """Factor by which the emulated SSD is slower, so that reading takes as long as computing on two
@@ -30,8 +30,8 @@ cores."""
 _DEVICES = 4
 _PROMPT, _ANSWER = 24, 64
 _EMULATED = {
-    "bytes_per_second": int(_PM9A3_BYTES / _SLOWER),
-    "operations_per_second": _PM9A3_OPERATIONS / _SLOWER,
+    "bytes_per_second": int(PM9A3_BYTES / _SLOWER),
+    "operations_per_second": PM9A3_OPERATIONS / _SLOWER,
 }
 _SECTIONS: Mapping[str, Mapping[str, Any]] = {
     AS_IT_IS: {},
