@@ -171,6 +171,23 @@ TEST(cuda_fence_passes_the_limits_and_ends_at_its_deadline) {
   CHECK(engine.close(soon()));
 }
 
+TEST(cuda_fence_of_a_copy_that_fails_meanwhile_ends_at_once) {
+  Engine engine;
+  const auto lane =
+      engine.add_lane<CudaLane>(std::string(FAKE_CUDART), 0, CudaLane::Limits{1, 4096});
+  Memory src(engine, 65536, 3), dst(engine, 65536);
+  Stream stream;
+  for (int turn = 0; turn < 100; ++turn) {
+    control<void(int, int)>("fake_fail_copy")(turn % 16, 700);
+    const auto ticket = engine.submit(rows(src, dst, 4096), lane, Level::bulk);
+    CHECK(!engine.fence(ticket, stream.handle(), Clock::now() + std::chrono::hours(1)));
+    CHECK(engine.wait(*ticket, soon()));
+    CHECK(ticket->state() == State::failed && ticket->failure().code == 700);
+  }
+  stream.synchronize();
+  CHECK(engine.close(soon()));
+}
+
 TEST(cuda_tickets_are_cancelled_while_threads_fence_them) {
   Engine engine;
   const auto lane =

@@ -175,16 +175,25 @@ void CudaLane::begin(const Piece& piece, CudaRuntime::Stream stream, int error) 
   }
   // Without an event, only synchronizing the stream shows that the memory is no longer in use.
   if (error != 0 && stream) runtime_.stream_synchronize(stream);
+  Outcome outcome;
+  if (error != 0) outcome = failure(copied, error, doing);
   {
     Lock lock(mutex_);
     --piece.ticket->unmarked_;
-    if (error == 0) {
+    if (error != 0) {
+      // A fence must neither wait for the other pieces nor take the ticket for dispatched until
+      // `finish` drops them.
+      if (!piece.ticket->failure_) {
+        piece.ticket->failure_ = Failure{outcome.code, failed.op, outcome.message};
+      }
+      piece.ticket->drop_rest();
+    } else {
       piece.ticket->marked_ = event;
       channels_[static_cast<std::size_t>(piece.ticket->level)].in_flight.push_back({piece, event});
     }
     changed_.notify_all();
   }
-  if (error != 0) finish(failed, failure(copied, error, doing));
+  if (error != 0) finish(failed, std::move(outcome));
 }
 
 void CudaLane::dispatch(std::size_t level) {
