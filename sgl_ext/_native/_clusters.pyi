@@ -28,12 +28,7 @@ def distances(bits: NDArray[np.uint64], entry: int) -> NDArray[np.float32]:
     """
 
 def cluster(
-    bits: NDArray[np.uint64],
-    order: NDArray[np.int32],
-    radius: float,
-    most: int,
-    copies: int,
-    pairwise: bool,
+    bits: NDArray[np.uint64], order: NDArray[np.int32], radius: float
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Forms clusters, each around an entry that is not in a cluster yet (Swarm Algorithm 1).
 
@@ -42,18 +37,15 @@ def cluster(
     Args:
         bits: queries that activate each entry, one bit per query, ``[entries, words]``.
         order: candidates for medoids, in the order in which they are considered.
-        radius: upper bound, exclusive, of the distance between a member and its medoid.
-        most: largest number of members of a cluster, including its medoid.
-        copies: largest number of clusters that contain an entry.
-        pairwise: whether the mean distance of a member from the members before it must also be
-            less than the radius.
+        radius: upper bound, exclusive, of the distance of a member from its medoid, and of its
+            mean distance from the members before it.
 
     Returns:
         Position in the members at which each cluster starts, and the end, ``[clusters + 1]``; and
         the members of each cluster: its medoid, then the others by increasing distance from it.
 
     Raises:
-        ValueError: an entry of ``order`` does not exist, or ``most`` or ``copies`` is 0.
+        ValueError: an entry of ``order`` does not exist.
     """
 
 def blocks(bits: NDArray[np.uint64], block: int, window: int) -> NDArray[np.int32]:

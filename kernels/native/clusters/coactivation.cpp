@@ -7,8 +7,9 @@
 #include "openmp.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-// One clone per instruction set, chosen when the module is loaded.
-#define SGLEXT_CLONES __attribute__((target_clones("arch=icelake-server", "popcnt", "default")))
+// One clone per instruction set, chosen when the module is loaded. Not by `arch=`, which compares the
+// model of the CPU: a virtual machine may hide some of its instructions.
+#define SGLEXT_CLONES __attribute__((target_clones("popcnt", "default")))
 #else
 #define SGLEXT_CLONES
 #endif
@@ -104,20 +105,20 @@ void distances(const Activations &activations, std::size_t from, float *out) {
 }
 
 Clusters cluster(const Activations &activations, const std::int32_t *order, std::size_t count,
-                 const Rules &rules) {
+                 float radius) {
   const auto counts = frequencies(activations);
-  std::vector<std::size_t> copies(activations.entries, 0);
+  std::vector<bool> taken(activations.entries, false);
   std::vector<float> far(activations.entries);
   std::vector<std::int32_t> near;
   Clusters clusters;
   clusters.starts.push_back(0);
   for (std::size_t turn = 0; turn < count; ++turn) {
     const std::int32_t medoid = order[turn];
-    if (copies[std::size_t(medoid)]) continue;
+    if (taken[std::size_t(medoid)]) continue;
     row(activations, counts.data(), std::size_t(medoid), far.data());
     near.clear();
     for (std::size_t j = 0; j < activations.entries; ++j)
-      if (far[j] < rules.radius && copies[j] < rules.copies && j != std::size_t(medoid))
+      if (far[j] < radius && j != std::size_t(medoid))
         near.push_back(std::int32_t(j));
     std::sort(near.begin(), near.end(), [&far](std::int32_t a, std::int32_t b) {
       const float x = far[std::size_t(a)], y = far[std::size_t(b)];
@@ -127,14 +128,12 @@ Clusters cluster(const Activations &activations, const std::int32_t *order, std:
     clusters.members.push_back(medoid);
     for (const std::int32_t candidate : near) {
       const std::size_t size = clusters.members.size() - begin;
-      if (size >= rules.most) break;
-      if (!rules.pairwise ||
-          mean_distance(activations, counts.data(), std::size_t(candidate),
-                        clusters.members.data() + begin, size) < rules.radius)
+      if (mean_distance(activations, counts.data(), std::size_t(candidate),
+                        clusters.members.data() + begin, size) < radius)
         clusters.members.push_back(candidate);
     }
     for (std::size_t m = begin; m < clusters.members.size(); ++m)
-      ++copies[std::size_t(clusters.members[m])];
+      taken[std::size_t(clusters.members[m])] = true;
     clusters.starts.push_back(std::int64_t(clusters.members.size()));
   }
   return clusters;

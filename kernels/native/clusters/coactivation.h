@@ -16,13 +16,6 @@ struct Activations {
   std::size_t words;
 };
 
-struct Rules {
-  float radius;         // distance below which an entry can be a member
-  std::size_t most;     // maximum number of members of a cluster, including its medoid
-  std::size_t copies;   // maximum number of clusters that an entry is in
-  bool pairwise;        // radius also limits the mean distance to the members so far
-};
-
 struct Clusters {
   std::vector<std::int64_t> starts;   // start of each cluster in `members`, then the end
   std::vector<std::int32_t> members;  // the medoid, then the others, nearest first
@@ -36,9 +29,10 @@ void density(const Activations &activations, float radius, int threads, std::int
 // Computes the distance of each entry from entry `from`.
 void distances(const Activations &activations, std::size_t from, float *out);
 
-// Builds a cluster around each entry of `order`, in this order, that is not yet in a cluster.
+// Builds a cluster around each entry of `order`, in this order, that is not yet in a cluster. Its
+// members are nearer than the radius to the medoid, and on average to the members before them.
 Clusters cluster(const Activations &activations, const std::int32_t *order, std::size_t count,
-                 const Rules &rules);
+                 float radius);
 
 // Orders all entries so that each `block` consecutive entries are activated together as far as
 // possible. Each block begins with the entry nearest to the last entry of the previous block, and

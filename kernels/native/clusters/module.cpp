@@ -57,9 +57,7 @@ auto distances_from(const Bits &bits, std::size_t entry) {
   return array(std::move(out));
 }
 
-auto clusters_of(const Bits &bits, const Order &order, float radius, std::size_t most,
-                 std::size_t copies, bool pairwise) {
-  if (!most || !copies) throw std::invalid_argument("most and copies must be at least 1");
+auto clusters_of(const Bits &bits, const Order &order, float radius) {
   for (std::size_t i = 0; i < order.shape(0); ++i)
     if (order.data()[i] < 0 || std::size_t(order.data()[i]) >= bits.shape(0))
       throw std::invalid_argument("entry " + std::to_string(order.data()[i]) +
@@ -67,7 +65,7 @@ auto clusters_of(const Bits &bits, const Order &order, float radius, std::size_t
   Clusters found;
   {
     nb::gil_scoped_release release;
-    found = cluster(of(bits), order.data(), order.shape(0), {radius, most, copies, pairwise});
+    found = cluster(of(bits), order.data(), order.shape(0), radius);
   }
   return std::make_pair(array(std::move(found.starts)), array(std::move(found.members)));
 }
@@ -301,8 +299,7 @@ NB_MODULE(_clusters, m) {
   m.doc() = "Clusters and blocks of KV entries that are activated together, and codes of keys.";
   m.def("density", &density_of, nb::arg("bits"), nb::arg("radius"), nb::arg("threads"));
   m.def("distances", &distances_from, nb::arg("bits"), nb::arg("entry"));
-  m.def("cluster", &clusters_of, nb::arg("bits"), nb::arg("order"), nb::arg("radius"),
-        nb::arg("most"), nb::arg("copies"), nb::arg("pairwise"));
+  m.def("cluster", &clusters_of, nb::arg("bits"), nb::arg("order"), nb::arg("radius"));
   m.def("blocks", &blocks_of, nb::arg("bits"), nb::arg("block"), nb::arg("window"));
   m.def("checksums", &checksums_of, nb::arg("rows"), nb::arg("only").none() = nb::none());
   m.def("nearest", &nearest_of, nb::arg("points"), nb::arg("centroids"));

@@ -1,9 +1,8 @@
 """Clusters of entries that are activated together (Swarm §5.1, Algorithm 1).
 
 As published, the algorithm puts all popular entries into one cluster and most of the others into
-clusters of a single entry. The mode ``capped`` bounds the size of a cluster and the copies of an
-entry. In all modes, the radius is by default the one within which entries have a given number of
-neighbours, and entries that no query of the profile has activated are in clusters of their own:
+clusters of a single entry. The radius is the one within which entries have a given number of
+neighbours. Entries that no query of the profile has activated are in clusters of their own:
 unforeseen questions may need them.
 
 Distances are Jaccard distances of the sets of queries that activate the entries: one minus the
@@ -13,7 +12,6 @@ probability that both entries are activated if one is.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +19,8 @@ from numpy.typing import NDArray
 from sgl_ext._native import _clusters
 from sgl_ext.clusters.activations import Activations
 
-Mode = Literal["capped", "faithful", "medoid-only", "no-replica"]
-
 _SAMPLE = 256
 """Largest number of entries from which a radius is estimated."""
-_UNBOUNDED = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -59,24 +54,11 @@ class Clusters:
 
 
 def cluster(
-    activations: Activations,
-    mode: Mode = "capped",
-    *,
-    most: int = 16,
-    copies: int = 4,
-    neighbours: int = 8,
-    radius: float | None = None,
-    threads: int = 1,
+    activations: Activations, *, neighbours: int = 8, radius: float | None = None, threads: int = 1
 ) -> Clusters:
     """Returns clusters of all entries of a layer.
 
     Args:
-        mode: ``capped`` bounds clusters by ``most`` and ``copies``; the radius alone bounds the
-            clusters of the other modes. ``faithful`` is the algorithm of the paper,
-            ``medoid-only`` does not compare members with each other, and ``no-replica`` puts every
-            entry into one cluster only.
-        most: Largest number of members of a cluster, for ``capped``.
-        copies: Largest number of clusters that an entry is in, for ``capped``.
         neighbours: Number of neighbours that half of the active entries have within the radius.
         radius: Radius to use instead of the one that ``neighbours`` gives.
         threads: Threads that count the neighbours of the entries; the rest is not parallel.
@@ -88,11 +70,7 @@ def cluster(
     # Most neighbours first; among equals the most frequently activated one, then the first.
     order = np.lexsort((-frequency, -near)).astype(np.int32)
     seen = frequency > 0
-    bound = (most, copies) if mode == "capped" else (_UNBOUNDED, _UNBOUNDED)
-    starts, members = _clusters.cluster(
-        activations.bits, order[seen[order]], radius, bound[0],
-        1 if mode == "no-replica" else bound[1], mode != "medoid-only",
-    )  # fmt: skip
+    starts, members = _clusters.cluster(activations.bits, order[seen[order]], radius)
     alone = np.flatnonzero(~seen).astype(np.int32)
     starts = np.concatenate([starts, starts[-1] + 1 + np.arange(len(alone))])
     return Clusters(starts, np.concatenate([members, alone]), radius)

@@ -149,7 +149,7 @@ def _in_text(stored: Together) -> Scores:
 
 def swarm(layer: Layer) -> Clustered:
     """Returns a selector of clusters of co-activated entries by their medoids (Swarm §5)."""
-    clusters = cluster(layer.profile.activations, "faithful")
+    clusters = cluster(layer.profile.activations)
     medoids = layer.keys[clusters.medoids]
     scores = attention_mass(layer.queries, medoids, layer.scale, layer.beside)
     index = _key_bytes(layer) * len(clusters) + _NUMBER * len(clusters.members)

@@ -83,10 +83,12 @@ def test_swarm_cuts_its_last_cluster_at_the_budget(layer: Layer) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 120), st.integers(1, 9), st.integers(1, 130), st.integers(0, 1 << 16))
-def test_best_clusters_fill_the_budget(entries: int, most: int, budget: int, seed: int) -> None:
+def test_best_clusters_fill_the_budget(
+    entries: int, neighbours: int, budget: int, seed: int
+) -> None:
     chance = np.random.default_rng(seed)
     mass = chance.gamma(0.3, size=(64, entries)).astype(np.float32)
-    clusters = cluster(Activations.of([mass], 0.1), most=most)
+    clusters = cluster(Activations.of([mass], 0.1), neighbours=neighbours)
     scores = chance.random(len(clusters), np.float32)
     chosen, found = best_clusters(scores, clusters, budget)
     expected: set[int] = set()
