@@ -30,8 +30,9 @@ class Peer(Section):
     deadline: Seconds = 10.0
     """Time in which a master must return memory that a worker reclaims, in seconds. After it, the
     worker puts other memory in its place."""
-    lease: Seconds = 10.0
-    """Silence after which a peer counts as lost, in seconds."""
+    lease: Annotated[Seconds, Field(ge=1.0)] = 10.0
+    """Silence after which a peer counts as lost, in seconds; 1 at least, because peers send a
+    message every 0.25 s."""
 
     stream: Literal["direct", "layer", "layers"] = "direct"
     """Way in which a master's attention reads borrowed memory. ``direct``: in place; ``layer``,

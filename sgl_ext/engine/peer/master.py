@@ -8,7 +8,7 @@ from typing import IO, Literal
 
 from sgl_ext.config import Peer
 from sgl_ext.engine.core.attention_backends import require_own
-from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
+from sgl_ext.engine.core.sglang_types import ScheduleBatch, Scheduler
 from sgl_ext.engine.peer import vacate
 from sgl_ext.engine.peer.side import CLOSE_DEADLINE_S, PeerSide, SharedSlab
 from sgl_ext.engine.peer.stream import LayerStream
@@ -24,9 +24,6 @@ from sgl_ext.peer.process import Identity, identity
 from sgl_ext.peer.regions import Region, Regions
 from sgl_ext.peer.vacating import Attempts
 
-"""Maximum time between two steps, in seconds, that counts as running; after a longer time the
-process was stopped or idle."""
-
 
 class MasterSide(PeerSide):
     """Side that uses blocks in workers' memory; see :class:`~sgl_ext.peer.master.Master`."""
@@ -37,7 +34,6 @@ class MasterSide(PeerSide):
         super().__init__(config, scheduler, slab)
         self._lock: IO[str] = directory.lock(config.directory)
         self._own = self._resizer.blocks
-        self.out: list[Req] = []
         # Workers may soon lend reclaimed memory again: requests that need it are accepted so long.
         self._most = NeedWindow(self._waiting.patience)
         self._mapping, self._gpu = slab.mapping, slab.gpu
@@ -48,7 +44,6 @@ class MasterSide(PeerSide):
             self, self, Regions(slab.own, slab.blocks, block, slab.memory_page), block=block,
             capacity=config.capacity or 0, lease=config.lease, identity=identity(),
         )  # fmt: skip
-        self.retracted = 0
         self._attempts = Attempts()
         if config.stream != "direct":
             runner = scheduler.tp_worker.model_runner
@@ -148,13 +143,6 @@ class MasterSide(PeerSide):
             self._master.receive(lend, now)
         self._master.step(now)
         self._link.publish(self._master.messages())
-
-    def planned(self) -> None:
-        super().planned()
-        self.retracted += len(self.out)
-        for req in self.out:
-            self._scheduler._add_request_to_queue(req, is_retracted=True)
-        self.out.clear()
 
     def close(self) -> None:
         self._running = running = self._scheduler.running_batch

@@ -44,8 +44,6 @@ class PeerSide:
     """Layer buffers of a master; None if there are none."""
     aside: Sequence[Req] = ()
     """Requests that wait for memory; they are not in SGLang's queue while it plans a step."""
-    out: Sequence[Req] = ()
-    """Requests that were retracted in this step; they are queued when it has been planned."""
 
     def __init__(self, config: Peer, scheduler: Scheduler, slab: SharedSlab) -> None:
         self._scheduler, self._slab = scheduler, slab
@@ -54,6 +52,10 @@ class PeerSide:
         self._address = directory.address(config.directory)
         self._running = scheduler.running_batch
         """The batch that decodes, as of the current step."""
+        self.out: list[Req] = []
+        """Requests that were retracted in this step; they are queued when it has been planned."""
+        self.retracted = 0
+        """Number of requests retracted so far."""
         self._waiting = Waiting(config.deadline + config.lease)
         self._now = time.monotonic()
         """Start of the current step."""
@@ -70,10 +72,15 @@ class PeerSide:
         raise NotImplementedError
 
     def planned(self) -> None:
-        """Queues requests that were set aside; called when the next step has been planned."""
+        """Queues requests that were set aside or retracted; called when the next step has been
+        planned."""
         if self.aside:
             self._scheduler.waiting_queue = [*self.aside, *self._scheduler.waiting_queue]
             self.aside = ()
+        self.retracted += len(self.out)
+        for req in self.out:
+            self._scheduler._add_request_to_queue(req, is_retracted=True)
+        self.out.clear()
 
     def measure(self, metrics: Metrics) -> None:
         """Updates ``/metrics`` if an update is due."""

@@ -63,6 +63,10 @@ class WorkerSide(PeerSide):
         return self._resizer.blocks
 
     def removable(self, blocks: int) -> int:
+        if self._scheduler.chunked_req is not None:
+            # Its chunks may be linked from KV that other requests do not hold. A part for which
+            # there is no memory ends the scheduler.
+            return 0
         unheld = self._first + self.blocks - self._held(self._running)
         return min(blocks, self._resizer.removable, unheld)
 
@@ -99,6 +103,8 @@ class WorkerSide(PeerSide):
         self._running = running
         self._worker.step(self._need(running), now)
         self._retry_admission(running, before, self.blocks)
+        if self.blocks < before or self._scheduler.chunked_req is not None:
+            self.out += vacate.retract_what_does_not_fit(self._scheduler, running)
         self._link.publish([self._worker.message])
         self._put_aside("a peer has not returned the memory that it was lent")
 
@@ -119,7 +125,9 @@ class WorkerSide(PeerSide):
         need = 0
         for req in self._requests(running):
             if not req.finished():
-                tokens = len(req.origin_input_ids) + (req.sampling_params.max_new_tokens or 0)
+                beams = 1 if req.beam_group is None else req.beam_group.beam_width
+                new = beams * (req.sampling_params.max_new_tokens or 0)
+                tokens = len(req.origin_input_ids) + new
                 # One page for the last tokens, and one that SGLang reserves for each request.
                 need += (tokens // page + 2) * page
         return need

@@ -183,6 +183,13 @@ def test_terms_of_lending_are_refused_for_a_master(term: dict[str, object]) -> N
     assert load(described).peer == load({"peer": master}).peer
 
 
+@pytest.mark.parametrize("role", ["master", "worker"])
+def test_a_lease_shorter_than_the_messages_take_is_refused(role: str) -> None:
+    peer = {"role": role, "directory": "/run/peers", "capacity": "1GiB"}
+    assert "peer.lease" in error_of({"peer": {**peer, "lease": "200ms"}})
+    assert load({"peer": {**peer, "lease": "1s"}}).peer is not None
+
+
 def test_duplicate_or_empty_directories_are_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     directories = [str(tmp_path), str(tmp_path / "link")]

@@ -25,7 +25,7 @@ class Req(SimpleNamespace):
 
     def __init__(self, rid: str, prompt: int, answer: int = 16) -> None:
         super().__init__(
-            rid=rid, origin_input_ids=[1] * prompt, output_ids=[], beam_group=None,
+            rid=rid, origin_input_ids=[1] * prompt, output_ids=[], beam_group=None, session=None,
             full_untruncated_fill_ids=[1] * prompt,
             sampling_params=SimpleNamespace(max_new_tokens=answer),
             kv=SimpleNamespace(holds_kv=False, req_pool_idx=None, kv_allocated_len=0),

@@ -145,6 +145,32 @@ def test_nothing_is_evicted_if_nothing_can_be_lent(opened: Callable[..., Any]) -
     assert scheduler.cached == 0
 
 
+def test_a_worker_lends_nothing_while_a_prompt_is_computed_in_parts(
+    opened: Callable[..., Any],
+) -> None:
+    """The KV that its later parts are linked from is not its own, and may have to stay."""
+    side, scheduler = worker_of(opened, 16, 64)
+    req = Req("linked", 640, 0)
+    scheduler.extend(req, 160)
+    scheduler.chunked_req = req
+    master = LightMaster(20, 2000, lease=60)
+    talk(side, scheduler, master)
+    assert (side.blocks, side._worker.lent) == (64, 0)
+    scheduler.chunked_req = None
+    scheduler.release(req)
+    talk(side, scheduler, master, times=12)
+    assert side._worker.lent == side._memory.size
+
+
+def test_every_beam_of_a_group_needs_memory(opened: Callable[..., Any]) -> None:
+    side, scheduler = worker_of(opened, 16, 64)
+    req = Req("beams", 160, 32)
+    scheduler.waiting_queue = [req]
+    one = side._need(scheduler.running_batch)
+    req.beam_group = SimpleNamespace(beam_width=8)
+    assert side._need(scheduler.running_batch) == one + 7 * 32
+
+
 def test_a_request_that_waits_for_memory_does_not_block_smaller_ones(
     opened: Callable[..., Any],
 ) -> None:
