@@ -27,7 +27,13 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def create(name: str, size: int, lower: str = "--max-total-tokens or --mem-fraction-static") -> int:
+def create(
+    name: str,
+    size: int,
+    lower: str = "--max-total-tokens or --mem-fraction-static",
+    *,
+    beside: int = 0,
+) -> int:
     """Creates a memfd of ``size`` bytes and returns its file descriptor.
 
     The size is sealed, so that no process can map past the end of the file. The memory is allocated
@@ -35,13 +41,16 @@ def create(name: str, size: int, lower: str = "--max-total-tokens or --mem-fract
 
     Args:
         lower: options that decide the size; the error message tells the user to lower them.
+        beside: bytes that were created before and are not allocated yet.
 
     Raises:
-        ExtError: less than ``size`` bytes of memory are available to this process.
+        ExtError: less memory than ``size`` and ``beside`` together is available to this process.
     """
-    if size > (available := available_memory()):
+    if size + beside > (available := available_memory()):
+        others = f" beside {beside:,} B for the KV pool" if beside else ""
         raise ExtError(
-            f"{name} needs {size:,} B of memory, but {available:,} B are available; lower {lower}"
+            f"{name} needs {size:,} B of memory{others}, but {available:,} B are available; lower "
+            f"{lower}"
         )
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

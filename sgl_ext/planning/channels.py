@@ -238,10 +238,10 @@ class Channels:
         """Records a finished load and begins the next one, in the tier's thread."""
         with self.lock:
             del self._loading[name]
-            one.pointers.land(name, good.tolist())
+            used = one.pointers.land(name, good.tolist())
             if good.any():
                 self._costs.loaded(name, len(good) * self._page, seconds)
-                one.loaded[name] = one.loaded.get(name, 0) + int(np.count_nonzero(good))
+                one.loaded[name] = one.loaded.get(name, 0) + used
             self._note(one)
             if one.whole and not one.gone and one.pointers.settled:
                 self.ended.append(one)

@@ -155,6 +155,11 @@ class Planner:
         """
         if name not in self.wants.unopened and not self.wants.follows(name):
             return False
+        return self.patient(name)
+
+    def patient(self, name: Name) -> bool:
+        """Returns whether a request may wait for its want: less than the longest time allowed has
+        passed since this was asked first."""
         now = self._clock()
         return now <= self._deadlines.setdefault(name, now + self._wait)
 

@@ -80,11 +80,14 @@ class Pointers:
         """Returns the stretch of which ``tier`` loads pages; None if it loads none."""
         return next((each for each in self.stretches if each.flying and each.tier == tier), None)
 
-    def land(self, tier: str, good: Sequence[bool]) -> None:
+    def land(self, tier: str, good: Sequence[bool]) -> int:
         """Records the end of the load of ``tier``.
 
         Args:
             good: True for each page that has landed.
+
+        Returns:
+            The number of landed pages that computing has not passed meanwhile.
 
         Raises:
             ValueError: the load was of another number of pages.
@@ -92,9 +95,10 @@ class Pointers:
         stretch = self.load(tier)
         if stretch is None or len(good) != stretch.flying:
             raise ValueError(f"{tier} reported the results of {len(good)} pages, loads {stretch}")
-        for page, came in enumerate(good, stretch.end):
+        first, stretch.flying = stretch.end, 0
+        for page, came in enumerate(good, first):
             self._landed[page] = bool(came) and page >= self.front
-        stretch.flying = 0
+        return sum(self._landed[page] for page in range(first, first + len(good)))
 
     def compute(self, end: int) -> None:
         """Moves the compute pointer to ``end``; computing takes the pages before it that are not

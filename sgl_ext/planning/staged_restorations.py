@@ -167,8 +167,10 @@ class StagedRestorations(StagedPrefixes):
         """Returns whether waiting for the pages costs less than the running requests would lose.
 
         Waiting costs this request the seconds of loading, computing costs each running request its
-        own seconds.
+        own seconds. A tier that hangs is not waited for longer than the time allowed.
         """
+        if not self._planner.patient(_name(rid)):
+            return False
         costs = self._planner.costs
         left = self._planner.spared(_name(rid))
         tokens = sum(map(len, left))

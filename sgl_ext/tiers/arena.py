@@ -81,8 +81,11 @@ class Arena:
         sums: Checksums of the parts, a view of ``memory``, uint64 ``[pages, parts]``.
     """
 
-    def __init__(self, layout: Layout, pages: int) -> None:
+    def __init__(self, layout: Layout, pages: int, *, beside: int = 0) -> None:
         """Maps the memory of all slots, and asks the kernel for huge pages.
+
+        Args:
+            beside: Bytes of a slab in host memory that are not allocated yet.
 
         Raises:
             ExtError: ``pages`` is less than one, or the memory available is too small.
@@ -99,7 +102,7 @@ class Arena:
         self.pages = pages
         self._sealing = threading.Lock()
         size = pages * self.stride
-        fd = create("sgl_ext-arena", size, _LOWER)
+        fd = create("sgl_ext-arena", size, _LOWER, beside=beside)
         try:
             self._mapping = Mapping(fd, size, writable=True)
         finally:

@@ -83,7 +83,8 @@ def open_stack(
             closing.append(engine.close)
         capacity = config.host.capacity if config.host else config.staging
         layout = slab.layout if config.layout == "token_major" else layer_major(slab.layout)
-        arena = Arena(layout, capacity // stride_of(layout))
+        beside = 0 if slab.device is not None else slab.size
+        arena = Arena(layout, capacity // stride_of(layout), beside=beside)
         if arena.back():
             logger.warning("host memory for KV has no huge pages; copies are slower")
         on_device = slab.device is not None

@@ -20,6 +20,8 @@ _AT_ONCE = 8
 _LARGEST_BYTES = 64 << 20
 """Largest batch in bytes: enough parallel I/O for a device, little to lose if it becomes full."""
 
+_NONE = np.empty(0, np.int64)
+
 
 @dataclass
 class _Batch:
@@ -62,6 +64,9 @@ class Demotion:
         after = 0 if always else self._lower.keep_after
         if after is None:
             after = store_after(self._costs, self._host.reuse, self._lower.tier.name)
+        due = pages[self._host.due_again(pages, self._number)]
+        if len(due) and len(due := due[~np.isin(due, np.concatenate([_NONE, *self.pinned]))]):
+            self._host.mark_copied(due, self._number, False)
         worth = self._host.worth_keeping(pages, after, self._number)
         self._waiting.update(dict.fromkeys(keys[at] for at in np.flatnonzero(worth).tolist()))
         for key in list(islice(self._waiting, max(len(self._waiting) - self._host.capacity, 0))):
@@ -98,7 +103,7 @@ class Demotion:
             raise AssertionError(
                 f"{len(self._batches)} stores are in progress, {len(self._waiting)} pages queued"
             )
-        pages = np.concatenate([np.empty(0, np.int64), *self.pinned])
+        pages = np.concatenate([_NONE, *self.pinned])
         if len(np.unique(pages)) < len(pages):
             raise AssertionError(f"a page is stored twice: {np.sort(pages)}")
         if self._host.worth_keeping(pages, 0, self._number).any():

@@ -108,7 +108,14 @@ class Folder:
         with os.fdopen(open_own(draft), "w") as sink:
             sink.truncate()
             json.dump(expected, sink, indent=2)
+            sink.flush()
+            os.fsync(sink.fileno())
         draft.replace(file)
+        folder = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)  # without the description, all pages are deleted
+        finally:
+            os.close(folder)
 
 
 def _description(layout: Layout) -> dict[str, object]:
@@ -136,10 +143,25 @@ def _difference(ours: dict[str, object], theirs: dict[str, object]) -> str:
     )
 
 
+def _in_use(folder: Path) -> bool:
+    """Returns whether a process, such as another rank of the same server, has a folder open."""
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 def _report_others(directory: Path, own: str, layout: Layout) -> None:
     others = []
     for path in sorted(directory.glob(f"{_PREFIX}*")):
-        if path.name == own:
+        if path.name == own or _in_use(path):
             continue
         found = _read(path / _LAYOUT)
         differs = _difference(_description(layout), found) if found else "unreadable layout"
@@ -149,7 +171,8 @@ def _report_others(directory: Path, own: str, layout: Layout) -> None:
         others.append(f"{path.name} ({size:,} B; {differs})")
     if others:
         logger.warning(
-            "%s also holds KV that this server cannot use: %s; delete what no server needs",
+            "%s also holds KV of other models, or of other ranks that may start later: %s; delete "
+            "what no server needs",
             directory,
             "; ".join(others),
         )

@@ -202,6 +202,20 @@ class HostPages:
         worth: NDArray[np.bool_] = (self._uses[pages] >= uses) & ~there
         return worth
 
+    def due_again(self, pages: Pages, tier: int) -> NDArray[np.bool_]:
+        """Returns a mask of ``pages`` that ``tier`` is to be offered again, although it had them.
+
+        A tier evicts what it sees no use of, and may have lost everything. It is told of uses at
+        powers of two.
+
+        Args:
+            tier: Number of the tier, 0 to 7.
+        """
+        uses = self._uses[pages]
+        there = (self._copied[pages] & (1 << tier)) != 0
+        due: NDArray[np.bool_] = there & (uses > 1) & ((uses & (uses - 1)) == 0)
+        return due
+
     def copied(self, pages: Pages) -> NDArray[np.bool_]:
         """Returns a mask of ``pages`` that a tier holds or is about to store."""
         there: NDArray[np.bool_] = self._copied[pages] != 0

@@ -18,11 +18,12 @@ from sgl_ext.config import SECTIONS, load
 from sgl_ext.engine.core import served
 from sgl_ext.engine.cpu import platform as cpu
 from sgl_ext.errors import ExtError
+from sgl_ext.memory import mapping
 from sgl_ext.memory.slab import Layout
 from sgl_ext.peer import directory
 from sgl_ext.planning.compute_cost import ComputeCost
 from sgl_ext.planning.profile import PROFILES, VERSION, Profile, Subject, save
-from sgl_ext.tiers.arena import Arena
+from sgl_ext.tiers.arena import Arena, stride_of
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +162,15 @@ def test_an_arena_that_does_not_fit_names_the_option_to_lower() -> None:
     layout = Layout(16, 1 << 20, 1 << 10, 1 << 10, "float32", "")
     with pytest.raises(ExtError, match=r"lower tiers\.host\.capacity"):
         Arena(layout, 1 << 20)
+
+
+def test_an_arena_leaves_room_for_the_kv_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(16, 1, 1, 64, "float32", "")
+    size = 4 * stride_of(layout)
+    monkeypatch.setattr(mapping, "available_memory", lambda: size + 1000)
+    Arena(layout, 4, beside=1000)
+    with pytest.raises(ExtError, match=r"needs [\d,]+ B of memory beside 1,001 B for the KV pool"):
+        Arena(layout, 4, beside=1001)
 
 
 def test_a_remote_client_that_cannot_be_loaded_fails_the_check(

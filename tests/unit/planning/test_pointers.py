@@ -170,7 +170,7 @@ def test_pages_of_a_hung_load_are_computed() -> None:
     }
     assert [*waits.values()] == [None, None, 8 * PAGE]
     pointers.compute(8)
-    pointers.land("ssd", [True] * 8)  # too late: the pages are computed already
+    assert pointers.land("ssd", [True] * 8) == 0  # too late: the pages are computed already
     assert not any(map(pointers.came, range(8)))
 
 

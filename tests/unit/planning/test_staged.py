@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from conftest import until
 from stack_kit import Machine
 from tier_kit import keys
 
@@ -381,3 +382,30 @@ def test_kv_and_what_is_beside_it_end_together() -> None:
     assert paired.pop() is False
     assert not kv.over
     assert not beside.over
+
+
+def test_a_tier_that_hangs_is_not_waited_for_longer_than_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Waiting for its pages is always estimated to be cheaper than to compute them."""
+    machine = Machine(1, PAGES, wait=0.2)
+    monkeypatch.setattr(machine.planner.costs, "computing", lambda *_: 1.0)
+    monkeypatch.setattr(machine.planner.costs, "per_loaded", lambda _tier: 0.001)
+    with ExitStack() as undo:
+        undo.callback(machine.close)
+        undo.callback(machine.shelf.open.set)
+        machine.shelve(names("r1"))
+        machine.shelf.open.clear()
+        prefixes = StagedRestorations(
+            machine.stack, machine.planner, FirstStage(Wires(0)), None, lambda: 1
+        )
+
+        def ready() -> bool:
+            machine.poll()
+            prefixes.matching("r1")
+            prefixes.lookup("r1", names("r1"), 0)
+            return prefixes.ready("r1")
+
+        assert not ready()
+        until(ready)
+        prefixes.clear()

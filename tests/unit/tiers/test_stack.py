@@ -295,6 +295,22 @@ def test_pages_are_demoted_after_the_configured_number_of_uses(page: int, keep_a
     machine.close()
 
 
+def test_pages_that_a_tier_has_lost_are_stored_again_when_they_are_used(page: int) -> None:
+    machine = Machine(page, 32, keep_after=1)
+    machine.store(keys(1, 2), places(1, 2))
+    machine.until(lambda: len(machine.shelf.pages) == 2)
+    machine.shelf.pages.clear()  # such as a distributed store that was restarted
+    assert machine.load("r", keys(1, 2), places(4, 5))  # the second use
+    machine.until(lambda: len(machine.shelf.pages) == 2)
+    machine.shelf.pages.clear()
+    assert machine.load("s", keys(1, 2), places(4, 5))  # the third one
+    machine.poll()
+    assert not machine.shelf.pages
+    assert machine.load("t", keys(1, 2), places(4, 5))
+    machine.until(lambda: len(machine.shelf.pages) == 2)
+    machine.close()
+
+
 def test_uses_before_a_flush_count_for_demotion(page: int) -> None:
     machine = Machine(page, 32, keep_after=2)
     machine.store(keys(1, 2), places(1, 2))
