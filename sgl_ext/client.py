@@ -191,6 +191,7 @@ def result_of(answer: requests.Response, tell: Callable[[str], None]) -> dict[st
         tell: Called with each progress.
 
     Raises:
+        UnknownContextError: The work needs a context that the server does not have.
         ExtError: The work has failed, or the server has ended the answer early.
     """
     try:
@@ -199,7 +200,8 @@ def result_of(answer: requests.Response, tell: Callable[[str], None]) -> dict[st
                 continue
             found: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
             if refused := found.get("error"):
-                raise ExtError(refused["message"])
+                gone = refused.get("code") == UnknownContextError.status
+                raise (UnknownContextError if gone else ExtError)(refused["message"])
             if (progress := found.get("progress")) is None:
                 return found
             tell(progress)

@@ -129,6 +129,8 @@ def cluster(
 
     if not re.fullmatch("[A-Za-z0-9_-]{0,40}", name):
         fail(f"--name {name!r} is invalid; use up to 40 characters of A-Z a-z 0-9 _ -")
+    if copies > len(directories):
+        fail(f"--copies {copies} needs as many directories; {len(directories)} given: give more")
     id_ = new_id(name)
     with failing(OSError), progress("layers") as shown:
         write(record, id_, directories, lambda done, of: shown("layers", done, of), copies)

@@ -115,12 +115,33 @@ def no_room(device: int, directory: Path, needed: int, error: OSError | None = N
     )
 
 
+def require_writable(name: str, directories: Sequence[Path]) -> None:
+    """Checks that the files of a context can be removed. A device that is lost is no obstacle.
+
+    Raises:
+        ExtError: A file system that has one of them is read-only.
+    """
+    for device, directory in enumerate(directories):
+        with suppress(OSError):
+            read_only = os.statvfs(directory).f_flag & os.ST_RDONLY
+            if read_only and any(directory.glob(f"{name}.*")):
+                raise ExtError(
+                    f"context {name} cannot be deleted: the file system of device {device} is "
+                    "read-only; mount it writable, and delete the context again"
+                )
+
+
 def remove(name: str, directories: Sequence[Path]) -> None:
     """Removes all files of a context, complete or not; its index first."""
-    for directory in directories[:MOST_COPIES]:
-        index_file(directory, name).unlink(missing_ok=True)
+    remove_indexes(name, directories)
     remove_record(record_folder(directories[0], name))
     remove_blocks(name, directories)
+
+
+def remove_indexes(name: str, directories: Sequence[Path]) -> None:
+    """Removes the indexes of a context, without which it does not exist."""
+    for directory in directories[:MOST_COPIES]:
+        _remove(index_file(directory, name))
 
 
 def remove_blocks(name: str, directories: Sequence[Path]) -> None:
@@ -128,13 +149,20 @@ def remove_blocks(name: str, directories: Sequence[Path]) -> None:
     _remove_scratch(name, directories)
     for at, directory in reversed([*enumerate(directories)]):
         for extent in directory.glob(f"{name}.{at}.*{BLOCKS}"):
-            extent.unlink(missing_ok=True)
-        block_file(directory, name, at).unlink(missing_ok=True)
+            _remove(extent)
+        _remove(block_file(directory, name, at))
 
 
 def _remove_scratch(name: str, directories: Sequence[Path]) -> None:
     for directory in directories[:MOST_COPIES]:
-        scratch_of(index_file(directory, name)).unlink(missing_ok=True)
+        _remove(scratch_of(index_file(directory, name)))
+
+
+def _remove(path: Path) -> None:
+    """Removes a file if it exists. Where nothing can be written, ``unlink`` fails if it does not,
+    too."""
+    if os.path.lexists(path):
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

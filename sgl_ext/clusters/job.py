@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from sgl_ext.clusters.build import build
@@ -15,6 +16,10 @@ from sgl_ext.clusters.recorded import Recorded
 from sgl_ext.clusters.stored import Stored, about
 from sgl_ext.clusters.stored_kv import StoredKV
 from sgl_ext.errors import ExtError, reason_of
+from sgl_ext.memory.limits import available_memory
+
+_TIMES_KV = 8
+"""Memory for the work on a layer relative to its KV: keys in float32, copies in other orders."""
 
 
 def store(
@@ -39,14 +44,21 @@ def store(
         ExtError: The context cannot be stored.
         OSError: The lock of the first folder cannot be opened.
     """
-    options = Options(threads=len(os.sched_getaffinity(0)))
     folders = own_folders(directories)
     with storing(folders[0]):
         known = None
         if base is not None:
             known = Stored.open(base, folders, about(base, folders).geometry)
         recorded = Recorded.load(record, None if known is None else StoredKV(known))
+        options = Options(threads=_layers_at_once(recorded))
         build(recorded, id_, folders, options, progress, copies, known)
+
+
+def _layers_at_once(recorded: Recorded) -> int:
+    """Returns the number of layers that the cores can process, and that fit into memory."""
+    layer = len(recorded.tokens) * recorded.geometry.entry_bytes
+    fit = available_memory() // (_TIMES_KV * layer)
+    return max(min(len(os.sched_getaffinity(0)), fit), 1)
 
 
 def main() -> None:
@@ -59,6 +71,8 @@ def main() -> None:
     parser.add_argument("--base")
     options = parser.parse_args()
     os.nice(10)  # the server has priority
+    with suppress(OSError):  # if memory runs out, this process is to end and not the server
+        Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         store(
             options.record, options.id, options.directories,

@@ -104,8 +104,7 @@ class Profile:
             ExtError: The layer has keys, values or queries that are not finite.
         """
         keys, queries = layer.keys, layer.queries
-        kv = as_float32(layer.kv, layer.geometry.dtype)
-        if not (np.isfinite(kv).all() and np.isfinite(queries).all()):
+        if not (_finite(layer) and np.isfinite(queries).all()):
             raise ExtError(
                 f"layer {layer.number} of the context has keys, values or queries that are not "
                 "finite; serve the model with another --dtype"
@@ -136,6 +135,14 @@ class Profile:
         of_blocks = self.activations.bits[order].reshape(-1, block, self.activations.words)
         bits = np.bitwise_or.reduce(of_blocks, axis=1)
         return Activations(bits, self.activations.queries).frequency
+
+
+def _finite(layer: RecordedLayer) -> bool:
+    """Returns whether all keys and values are finite; converts some of them at a time."""
+    return all(
+        np.isfinite(as_float32(layer.kv[at : at + _WINDOW], layer.geometry.dtype)).all()
+        for at in range(0, len(layer.kv), _WINDOW)
+    )
 
 
 def _masses(layer: RecordedLayer, options: Options) -> Iterator[NDArray[np.float32]]:

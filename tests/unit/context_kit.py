@@ -28,7 +28,7 @@ class Manager:
 
     model_config = SimpleNamespace(vocab_size=200, num_hidden_layers=2)
     context_len = 100
-    server_args = SimpleNamespace(tp_size=1)
+    server_args = SimpleNamespace(tp_size=1, max_queued_requests=None)
     tokenizer = SimpleNamespace(
         bos_token_id=1,
         encode=lambda text, add_special_tokens: [1] * add_special_tokens + list(map(ord, text)),

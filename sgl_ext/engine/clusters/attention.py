@@ -72,7 +72,8 @@ class StoredAttention:
 
         Raises:
             DeviceError: a block cannot be read, is late, or is damaged.
-            OwnTokensError: the attention to own tokens without slots is not finite.
+            OwnTokensError: the attention to own tokens without slots is not finite, or the numbers
+                of those with slots.
             ExtError: the share is too large, the output is not finite, or the context has failed
                 before.
         """
@@ -109,6 +110,12 @@ class StoredAttention:
             memory.keep(layer, _union(wanted_by_all), wanted_by_all[-1], slots)
         found = parts[0] if len(parts) == 1 else torch.cat(parts)
         if not torch.isfinite(found).all():  # sampling from it would terminate the process
+            mine = torch.from_numpy(own.slots)
+            if not all(torch.isfinite(each).all() for each in (query, keys[mine], values[mine])):
+                raise OwnTokensError(
+                    f"the keys, values or queries of layer {layer} of the request's own tokens are "
+                    "not finite"
+                )
             raise ExtError(
                 f"the attention of layer {layer} to the context is not finite; store the context "
                 "again"

@@ -142,7 +142,11 @@ class StoredContexts:
         """
         if (follower := self._followers.get(rid)) is None or follower.tokens:
             return True
+        if self._gives_way(follower):
+            return False
         self._begin(follower)
+        now = time.monotonic()
+        follower.tried = follower.tried or now
         try:
             contexts = [self._open.find(id_) for id_ in follower.ids]
         except ExtError:
@@ -153,7 +157,7 @@ class StoredContexts:
             ) from None
         found = [context for context in contexts if context is not None]
         if len(found) < len(contexts):
-            if time.monotonic() - follower.since > self._config.wait:
+            if now - follower.tried > self._config.wait:
                 raise UnavailableError(
                     f"context {follower.name} was not opened within {self._config.wait:g} s; "
                     f"{len(self._open)} contexts are open or being opened (clusters.open): try "
@@ -246,6 +250,21 @@ class StoredContexts:
         }
         for id_ in follower.ids:
             self._open.begin(id_, follower.recorded, needed)
+
+    def _gives_way(self, follower: Follower) -> bool:
+        """Returns whether a request is to wait for an older one, whose context has no place.
+
+        A context is closed when no request follows it. If new requests followed all open contexts
+        all the time, others would never be opened. Requests give way after half of the time that
+        the older one waits.
+        """
+        late = time.monotonic() - self._config.wait / 2
+        return any(
+            other.tried and other.tried < late and other.since < follower.since
+            and any(id_ not in self._open for id_ in other.ids)
+            for other in self._followers.values()
+            if not other.tokens
+        )  # fmt: skip
 
     def _require_joined(self, ids: Sequence[str]) -> None:
         """Raises ExtError if contexts cannot be followed together."""

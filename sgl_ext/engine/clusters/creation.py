@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ import numpy as np
 import xxhash
 
 from sgl_ext.clusters.about import About
-from sgl_ext.clusters.files import FULL, remove, remove_blocks, storing
+from sgl_ext.clusters.files import FULL, remove, remove_blocks, remove_indexes, storing
 from sgl_ext.clusters.paths import PART, new_id, record_folder
 from sgl_ext.clusters.records import claimed, remove_record
 from sgl_ext.clusters.stored import about_of, require_files, require_no_loss
@@ -32,6 +33,8 @@ _DEADLINE_S = 3600.0
 """Longest time without progress of a context that is being stored or is queued, in seconds."""
 _AT_ONCE = 8
 """Maximum number of contexts that are being stored or are queued."""
+_KILLED_BY = {signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM}
+"""Signals that end a process from outside. Others are its own errors, which would come again."""
 _LAYERS = re.compile(r"\d+/\d+")
 _SAYS = "sgl_ext: "
 """Prefix of the error line that the storing process (:mod:`sgl_ext.clusters.job`) prints."""
@@ -222,6 +225,8 @@ class StoredCreation:
         record = record_folder(self._folders[0], id_)
         try:
             if isinstance(error, _INTERRUPTED) and any(record.glob(f"*{PART}")):
+                # The storing process may have written the index before it was killed.
+                remove_indexes(id_, self._folders)
                 remove_blocks(id_, self._folders)
             else:
                 remove(id_, self._folders)
@@ -277,10 +282,15 @@ class StoredCreation:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        if process.returncode is not None and process.returncode < 0:
+        if process.returncode is not None and -process.returncode in _KILLED_BY:
+            memory = (
+                ""
+                if process.returncode != -signal.SIGKILL
+                else (", perhaps because the machine has too little memory")
+            )
             raise _KilledError(
-                f"the process that stores the context was killed by signal {-process.returncode}; "
-                "send the request again: it goes on with what was computed"
+                f"the process that stores the context was killed by signal {-process.returncode}"
+                f"{memory}; send the request again: it goes on with what was computed"
             )
         if process.returncode:
             logger.error("cannot store context %s: %s", one.id, told)

@@ -18,6 +18,7 @@ class Follower:
         share: share of the blocks of each context that each query of the request is given.
         req: SGLang's request.
         since: arrival of the request on the monotonic clock, in seconds.
+        tried: time at which it could have run but for its context, on the same clock; 0 before.
         tokens: number of tokens of the contexts; 0 until the request may run.
         recorded: parameter of a request that follows the tokens of a context that are recorded so
             far; None if the request follows a stored context.
@@ -27,6 +28,7 @@ class Follower:
     share: float
     req: Req
     since: float
+    tried: float = 0.0
     tokens: int = 0
     recorded: IsRecorded | None = None
 

@@ -69,11 +69,17 @@ class OpenContexts:
         self._open: dict[str, Future[Attended]] = {}
         self._gone: set[str] = set()
         """Ids of open contexts that were deleted, as of the last check."""
+        self._looking: Future[None] | None = None
+        """Latest check; a device that hangs is to occupy one thread only."""
         self._look = 0.0
         """Time of the next check on the monotonic clock, in seconds."""
         self._threads = ThreadPoolExecutor(2, "sgl_ext-stored")
         self._past: Counter[str] = Counter()
         """Costs of following contexts that are closed now: blocks and seconds."""
+
+    def __contains__(self, id_: str) -> bool:
+        """Returns whether a context is open or being opened."""
+        return id_ in self._open
 
     def __len__(self) -> int:
         """Returns the number of contexts that are open or being opened."""
@@ -123,16 +129,19 @@ class OpenContexts:
         return future is None or not future.done()
 
     def tidy(self, followed: Collection[str]) -> None:
-        """Closes deleted or failed contexts that no request follows.
+        """Closes contexts that are deleted, have failed or could not be opened, and that no request
+        follows.
 
         Until then, the files of deleted contexts occupy space.
         """
-        if self._open and (now := time.monotonic()) >= self._look:
+        if (
+            self._open
+            and (now := time.monotonic()) >= self._look
+            and (self._looking is None or self._looking.done())
+        ):
             self._look = now + _LOOKED_EVERY_S
-            self._threads.submit(self._find_gone, {*self._open})
-        failed = {
-            id_ for id_, one in self._open.items() if (found := _result(one)) and found.failed
-        }
+            self._looking = self._threads.submit(self._find_gone, {*self._open})
+        failed = {id_ for id_, one in self._open.items() if _has_failed(one)}
         if gone := self._gone | failed:
             for id_ in gone & self._unused(followed):
                 self._close(id_)
@@ -199,6 +208,11 @@ def _costs(opened: StoredAttention) -> Counter[str]:
 def _result(opened: Future[Attended]) -> Attended | None:
     """Returns a context that is open; None if it is not, or cannot be opened."""
     return opened.result() if opened.done() and opened.exception() is None else None
+
+
+def _has_failed(opened: Future[Attended]) -> bool:
+    """Returns whether a context could not be opened, or has failed since."""
+    return opened.done() and (opened.exception() is not None or bool(opened.result().failed))
 
 
 def _close(opened: Future[Attended]) -> None:

@@ -12,7 +12,7 @@ from sgl_ext.errors import ExtError
 
 
 class OwnTokensError(ExtError):
-    """Error raised when the attention of a row to its own tokens is not finite.
+    """Error raised when a row's own tokens have numbers or attention that are not finite.
 
     The context is not at fault.
     """

@@ -164,7 +164,9 @@ class Recorder:
             for one, start, end in self._taking:
                 while len(one.layers) <= layer:
                     one.layers.append([])
-                one.layers[layer].append(Download(query[start:end].float()))
+                # A view would keep the queries of all rows until the part is written.
+                rows = query[start:end].to(torch.float32, copy=query.is_cpu)
+                one.layers[layer].append(Download(rows))
         except RuntimeError:  # for example, too little memory
             logger.exception("the queries of a context cannot be recorded")
             for one, *_ in self._taking:

@@ -21,6 +21,7 @@ import msgspec
 from sgl_ext.clusters.paths import RESERVED, failed_file, part_file, reserve_file
 from sgl_ext.engine.clusters.parameters import RECORDED, IsRecorded
 from sgl_ext.engine.core.own_requests import OwnRequests, all_of
+from sgl_ext.engine.core.requests import ONCE
 from sgl_ext.engine.core.sglang_types import TokenizerManager
 from sgl_ext.errors import ExtError
 
@@ -121,19 +122,17 @@ class Recording:
             part: what is recorded of it.
         """
         asked = msgspec.structs.replace(part, kv=False, queries=0)
-        await all_of(
-            [
-                self._ask(
-                    [
-                        *tokens,
-                        *self._manager.tokenizer.encode(question, add_special_tokens=False),
-                    ],
-                    msgspec.structs.replace(asked, part=f"asked-{number}"),
-                    _ANSWER,
-                )
-                for number, question in enumerate(_ASKED)
-            ]
-        )
+        # A server with a short queue would reject some of them.
+        queue = self._manager.server_args.max_queued_requests
+        room = asyncio.Semaphore(max(min(queue or len(_ASKED), len(_ASKED)), 1))
+
+        async def ask(number: int, question: str) -> None:
+            end = self._manager.tokenizer.encode(question, add_special_tokens=False)
+            async with room:
+                how = msgspec.structs.replace(asked, part=f"asked-{number}")
+                await self._ask([*tokens, *end], how, _ANSWER)
+
+        await all_of(ask(number, question) for number, question in enumerate(_ASKED))
 
     async def _ask(self, tokens: Sequence[int], how: IsRecorded, answer: int) -> None:
         """Has the scheduler compute a prompt and its answer, and write a part of the record."""
@@ -149,7 +148,7 @@ class Recording:
                 "custom_params": {RECORDED: msgspec.to_builtins(how)},
             },
             # A new key, under which only the KV of the same part of this context is cached.
-            extra_key=f"ext:recorded:{how.id}:{how.start}:{self._once}",
+            extra_key=f"{ONCE}recorded:{how.id}:{how.start}:{self._once}",
             cache_salt=how.salt,
         )  # fmt: skip
         found = await self._requests.answer(request)

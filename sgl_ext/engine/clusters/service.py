@@ -10,7 +10,7 @@ import msgspec
 
 from sgl_ext.clusters.about import About
 from sgl_ext.clusters.arrays import DamagedError
-from sgl_ext.clusters.files import names, own_folders, remove, require, unknown
+from sgl_ext.clusters.files import names, own_folders, remove, require, require_writable, unknown
 from sgl_ext.clusters.geometry import Geometry
 from sgl_ext.clusters.stored import about_of, require_files
 from sgl_ext.config import Clusters
@@ -89,14 +89,37 @@ class StoredService(Front):
                 "an extra_key that begins with ext: is reserved for the server; use another"
             )
         params, salt = request.sampling_params, getattr(request, "cache_salt", None)
-        several = isinstance(params, list)
+        several, follow = isinstance(params, list), []
         salts = salt if isinstance(salt, list) and salt else [salt]
         for at, each in enumerate(params if several else [params]):
             custom = custom_params(each)
             custom.pop(RECORDED, None)
-            if custom.get(STORED) is not None:
+            follow.append(custom.get(STORED) is not None)
+            if follow[-1]:
                 own = salts[at : at + 1] if several else salts
                 custom[STORED] = self._followed(custom[STORED], each, own or salts)
+        if any(follow) and request.text:
+            self._encode(request, follow if several else follow[0])
+
+    def _encode(self, request: GenerateReqInput, follow: bool | Sequence[bool]) -> None:
+        """Replaces the texts of prompts by token ids, without the first token of a text (BOS) where
+        a prompt follows a context: the context has it.
+
+        Does nothing for models without such a token.
+
+        Args:
+            follow: whether each prompt, or all of them, follow a context.
+        """
+        tokenizer, text = self._manager.tokenizer, request.text
+        texts = [text] if isinstance(text, str) else text
+        each = [follow] * len(texts) if isinstance(follow, bool) else [*follow]
+        if not tokenizer.encode("", add_special_tokens=True) or len(each) != len(texts):
+            return
+        ids = [
+            tokenizer.encode(one, add_special_tokens=not follows)
+            for one, follows in zip(texts, each, strict=True)
+        ]
+        request.text, request.input_ids = None, ids[0] if isinstance(text, str) else ids
 
     def _followed(
         self, value: object, params: Mapping[str, object], salts: Sequence[Any]
@@ -177,13 +200,14 @@ class StoredService(Front):
 
         Raises:
             UnknownContextError: the tenant has no context with this id.
-            ExtError: the files cannot be removed.
+            ExtError: the files cannot be removed. Nothing is deleted if a file system is read-only.
         """
         require(id_, self._folders)
         try:
             self._about(id_, salt)
         except DamagedError as error:
             logger.warning("deleting stored context %s, which is damaged: %s", id_, error)
+        require_writable(id_, self._folders)
         try:
             remove(id_, self._folders)
         except OSError as error:

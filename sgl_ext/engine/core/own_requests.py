@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 from sgl_ext.engine.core.sglang_types import GenerateReqInput, TokenizerManager
 from sgl_ext.errors import ExtError
 
 T = TypeVar("T")
+
+_BUSY = {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}
+"""Status of requests that SGLang rejects because its queue is full, or others have priority."""
 
 _ASKING = "_ext_asking"
 """Attribute of SGLang's ``TokenizerManager``: ``id()`` of the extension's requests in progress."""
@@ -52,7 +56,8 @@ class OwnRequests:
         """Returns the complete answer to SGLang's ``GenerateReqInput``.
 
         Raises:
-            AbortedError: the request was aborted, for example by ``/abort_request``.
+            AbortedError: the request was aborted, for example by ``/abort_request``, or the server
+                has too much load.
             ExtError: the server rejects the request, or cannot compute it.
         """
         from fastapi import HTTPException
@@ -72,7 +77,8 @@ class OwnRequests:
         except ValueError as error:  # SGLang raises it for an invalid request
             raise ExtError(f"{self._what} was not computed: {error}") from None
         except HTTPException as error:  # and this one for an aborted request with a status
-            raise ExtError(f"{self._what} was not computed: {error.detail}") from None
+            what = AbortedError if error.status_code in _BUSY else ExtError
+            raise what(f"{self._what} was not computed: {error.detail}") from None
         finally:
             self._asking.discard(id(request))
         return answer

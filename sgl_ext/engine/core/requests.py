@@ -34,12 +34,18 @@ def present(scheduler: Scheduler, running: ScheduleBatch) -> Iterator[Req]:
         yield scheduler.chunked_req
 
 
+ONCE = "ext:once:"
+"""Beginning of SGLang's ``extra_key`` of requests after which nobody looks their KV up."""
+
+
 def retractable(req: Req) -> bool:
     """Returns whether a running request can be retracted.
 
     A beam group cannot: SGLang's release of its leader leaves the rows of its members allocated.
+    Neither can a request of a streaming session, whose KV stays with the session.
     """
-    return not req.finished() and req.beam_group is None
+    streams = bool(getattr(req.session, "streaming", False))
+    return not req.finished() and req.beam_group is None and not streams
 
 
 def release(scheduler: Scheduler, req: Req, *, offload_kv: bool = True) -> None:

@@ -226,6 +226,8 @@ class TreeCore(Protocol):
 
     def get_hash_values(self, node: Node) -> Sequence[str]: ...
 
+    def prefetch_anchor_info(self, node: Node) -> tuple[str | None, str | None]: ...
+
     def full_evictable_size(self) -> int: ...
 
     def evict_device_start(self, kind: object, tokens: int) -> None: ...
@@ -504,6 +506,7 @@ class ServerArgs(Protocol):
     radix_eviction_policy: str
     enable_priority_scheduling: bool
     disable_priority_preemption: bool
+    max_queued_requests: int | None
     schedule_low_priority_values_first: bool
     cuda_graph_config: Any
     enable_torch_compile: bool
@@ -562,6 +565,7 @@ class TokenizedReqInput(Protocol):
     logprob_start_len: int
     top_logprobs_num: int
     token_ids_logprob: Sequence[int] | None
+    session_params: object | None
     time_stats: object | None
 
 

@@ -24,7 +24,7 @@ def upload(values: torch.Tensor, device: str | torch.device) -> torch.Tensor:
 class Download:
     """Copy of a tensor to the host, which is ordered on the current stream.
 
-    The tensor may be overwritten on this stream at once.
+    The tensor may be overwritten on this stream at once. One in host memory is not copied.
     """
 
     def __init__(self, values: torch.Tensor) -> None:

@@ -146,7 +146,8 @@ def displace(adder: PrefillAdder, req: Req, lacking: float) -> bool:
         lacking: tokens that are missing; below 0 if the request fits.
 
     Returns:
-        Whether the request fits now. If it would not, no request is preempted.
+        Whether the request fits now. If it would not, no request is preempted, as far as the KV of
+        the others is theirs alone.
     """
     from sglang.srt.runtime_context import get_schedule
 

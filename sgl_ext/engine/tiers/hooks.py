@@ -6,6 +6,7 @@ from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.releases import linker_hooks
 from sgl_ext.engine.core.sglang_types import LinkerWrapper, Node, Req, Scheduler
+from sgl_ext.engine.tiers.once import used_once
 
 LINKER = {"linker": "TierLinker", "linker_module_path": "sgl_ext.engine.tiers.linker"}
 """Class that SGLang creates as its external cache."""
@@ -52,8 +53,10 @@ def _stay_awake(original: Original, scheduler: Scheduler) -> None:
 
 
 def _offloading(wrapper: LinkerWrapper, node: Node, _transfers: object) -> None:
-    before = wrapper.cache.get_prefix_hash_values(node)
-    wrapper.cache_linker.parent = bytes.fromhex(before[-1]) if before else None
+    linker, tree = wrapper.cache_linker, wrapper.cache
+    before = tree.get_prefix_hash_values(node)
+    linker.parent = bytes.fromhex(before[-1]) if before else None
+    linker.used_once = used_once(tree.tree_core, node)
 
 
 HOOKS = (
@@ -63,7 +66,7 @@ HOOKS = (
         "before",
         _offloading,
         "SGLang does not report the predecessor of an offloaded node, next to which its pages "
-        "should be placed",
+        "should be placed, and not whether they are under a key that is never looked up again",
     ),
     hooks.Hook(
         "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache",

@@ -16,6 +16,7 @@ from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.activation import refuse
 from sgl_ext.engine.core.sglang_types import Node, ServerArgs, TreeCore
 from sgl_ext.engine.kv.indices import Download, on_host
+from sgl_ext.engine.tiers.once import used_once
 from sgl_ext.engine.tiers.planner import open_planner
 from sgl_ext.engine.tiers.stages import Stages
 from sgl_ext.errors import ExtError
@@ -110,6 +111,8 @@ class TierLinker(UnifiedCacheLinker):
         """Power that is asked for a prefix before the stack; None if there is none."""
         self.parent: Key | None = None
         """Key of the last page before the next node that is offloaded; None if there is none."""
+        self.used_once = False
+        """Whether the KV of that node is not looked up again."""
         self.begin = 0
         """Position in its prompt of the first token that is looked up next."""
         self.layer_done_counter = self.stack.loads.layers
@@ -183,6 +186,8 @@ class TierLinker(UnifiedCacheLinker):
         # Ranks may differ in whether they have room. All accept the offload, and SGLang considers
         # the node stored only if all ranks report success in the end.
         parent, self.parent = self.parent, None
+        if self.used_once:
+            return False
         slots = Download(transfers[0].device_indices[:: self._page])
         # Begun by the next poll, not while a first token waits to be sent. SGLang locks the node.
         self._offloads.append((_keys(transfers[0]), slots, parent))
@@ -238,7 +243,7 @@ class TierLinker(UnifiedCacheLinker):
         """
         keys = _bytes(tree.get_hash_values(node))
         slots = tree.get_component_device_value(node, ComponentType.FULL)
-        if not self.stack.enabled or slots is None:
+        if not self.stack.enabled or slots is None or used_once(tree, node):
             return True
         if at_once and not self.stack.host.missing(keys):
             return True

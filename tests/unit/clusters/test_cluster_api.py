@@ -25,7 +25,7 @@ from sgl_ext.clusters import records
 from sgl_ext.clusters.about import About
 from sgl_ext.clusters.build import build
 from sgl_ext.clusters.files import names, own_folders
-from sgl_ext.clusters.paths import index_file, part_file
+from sgl_ext.clusters.paths import index_file, part_file, record_folder
 from sgl_ext.clusters.profile import Options
 from sgl_ext.clusters.records import claimed
 from sgl_ext.clusters.stored import Stored
@@ -433,6 +433,57 @@ def test_malformed_bodies_are_refused(client: TestClient, content: str) -> None:
     assert answer.status_code == 422
 
 
+def test_nothing_is_deleted_while_a_device_is_read_only(
+    client: TestClient, directories: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, statvfs = own_folders(directories)[1], os.statvfs
+
+    def read_only(path: Path) -> Any:
+        found = statvfs(path)
+        flags = found.f_flag | (os.ST_RDONLY if Path(path) == folder else 0)
+        return SimpleNamespace(f_flag=flags)
+
+    monkeypatch.setattr(os, "statvfs", read_only)
+    answer = client.delete(f"{ROUTE}/stx-mine", params=MINE)
+    assert answer.status_code == 400
+    assert "the file system of device 1 is read-only" in answer.text
+    assert client.get(f"{ROUTE}/stx-mine", params=MINE).status_code == 200
+
+
+def test_an_index_that_was_written_before_storing_was_interrupted_is_removed(
+    service: StoredService, tmp_path: Path
+) -> None:
+    creation = service.creation
+    folders = own_folders([tmp_path])
+    build(recorded_context(), "stx-late", folders, OPTIONS)
+    creation._folders = folders
+    record = record_folder(folders[0], "stx-late")
+    record.mkdir()
+    part_file(record, "kv-0000000000").touch()
+    creation._clean("stx-late", asyncio.CancelledError())
+    assert names(folders) == []
+    assert [path.name for path in folders[0].glob("stx-late*") if path != record] == []
+    assert part_file(record, "kv-0000000000").exists()
+
+
+def test_texts_of_prompts_that_follow_a_context_have_no_first_token(
+    service: StoredService,
+) -> None:
+    follows = {"custom_params": {STORED: {"id": "stx-open"}}}
+    one: Any = SimpleNamespace(text="ab", input_ids=None, sampling_params=follows)
+    service.accept(one)
+    assert (one.text, one.input_ids) == (None, [97, 98])
+    plain: dict[str, Any] = {}
+    several: Any = SimpleNamespace(
+        text=["ab", "c"], input_ids=None, sampling_params=[dict(follows), plain]
+    )
+    service.accept(several)
+    assert (several.text, several.input_ids) == (None, [[97, 98], [1, 99]])
+    other: Any = SimpleNamespace(text="ab", input_ids=None, sampling_params={})
+    service.accept(other)
+    assert (other.text, other.input_ids) == ("ab", None)
+
+
 def test_store_queue_is_bounded_and_cancelled_with_its_clients(
     service: StoredService, manager: Waiting, directories: list[Path]
 ) -> None:
@@ -558,6 +609,42 @@ def test_failed_context_is_reopened_once_no_request_follows_it(
     index.write_bytes(index.read_bytes()[:-1])
     with pytest.raises(ExtError, match=r"its arrays take [\d,]+ B, expected [\d,]+ B"):
         followed("d")
+
+
+def test_new_requests_give_way_to_one_whose_context_has_no_place(directories: list[Path]) -> None:
+    config = Clusters(directories=tuple(directories), open=1, wait=60.0)
+    contexts = StoredContexts(config, GEOMETRY, 10_000, TransferEngine(), ROPE)
+    contexts.ask(_req("running"), FollowsStored("stx-mine", 0.2))
+    until(lambda: contexts.opened("running"))
+    contexts.ask(_req("waiting"), FollowsStored("stx-open", 0.2))
+    assert not contexts.opened("waiting")
+    contexts.ask(_req("new"), FollowsStored("stx-mine", 0.2))
+    assert contexts.opened("new")
+    waiting = contexts.follower("waiting")
+    assert waiting is not None
+    waiting.tried -= 31
+    contexts.ask(_req("newer"), FollowsStored("stx-mine", 0.2))
+    assert not contexts.opened("newer")
+    contexts.keep({"waiting", "newer"})  # the others have ended
+    until(lambda: contexts.opened("waiting"))
+    contexts.keep({"newer"})
+    until(lambda: contexts.opened("newer"))
+
+
+def test_a_failure_to_open_is_not_told_to_later_requests(
+    directories: list[Path], index: Path
+) -> None:
+    config = Clusters(directories=tuple(directories))
+    contexts = StoredContexts(config, GEOMETRY, 10_000, TransferEngine(), ROPE)
+    good = index.read_bytes()
+    index.write_bytes(good[:-1])
+    contexts.ask(_req("gone"), FollowsStored("stx-mine", 0.2))
+    until(lambda: not contexts.waits("gone"))
+    contexts.keep([])  # its client has left
+    contexts.tidy()
+    index.write_bytes(good)
+    contexts.ask(_req("later"), FollowsStored("stx-mine", 0.2))
+    until(lambda: contexts.opened("later"))
 
 
 def test_requests_for_several_contexts_do_not_wait_for_each_other(directories: list[Path]) -> None:

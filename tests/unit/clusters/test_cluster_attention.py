@@ -25,7 +25,7 @@ from sgl_ext.engine.clusters.attention import StoredAttention
 from sgl_ext.engine.clusters.follower import Follower
 from sgl_ext.engine.clusters.forward import StoredForward
 from sgl_ext.engine.clusters.memory import StoredMemory
-from sgl_ext.engine.clusters.own import Own
+from sgl_ext.engine.clusters.own import Own, OwnTokensError
 from sgl_ext.engine.clusters.power import ClustersPower, _refuse
 from sgl_ext.engine.cpu.native_attention import NativeAttention, batch_of
 from sgl_ext.errors import ExtError
@@ -499,6 +499,9 @@ def test_attention_that_is_not_finite_is_an_error(engine: TransferEngine, tmp_pa
     own, query = own_tokens(2, setup.chance), setup.query(2)
     setup.memory.slots[setup.memory.first(0)] = torch.nan
     with pytest.raises(ExtError, match="attention of layer 0 to the context is not finite; store"):
+        setup.sparse(0, query, own, 0.3)
+    setup.pool[0, own.slots[0], 1] = torch.inf
+    with pytest.raises(OwnTokensError, match="layer 0 of the request's own tokens are not finite"):
         setup.sparse(0, query, own, 0.3)
     setup.attention.failed = "context a is disabled"
     with pytest.raises(ExtError, match="context a is disabled"):

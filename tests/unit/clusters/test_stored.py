@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
+from sgl_ext.clusters import job
 from sgl_ext.clusters.activations import attention_mass, log_sum
 from sgl_ext.clusters.build import build
 from sgl_ext.clusters.files import names, remove, storing, sweep
@@ -452,3 +453,12 @@ def test_no_two_threads_decode_a_type_at_once(
     with ThreadPoolExecutor(2) as threads:
         opened = [threads.submit(Stored.open, "a", directories, GEOMETRY) for _ in range(2)]
         assert all((each.result().tokens == opened[0].result().tokens).all() for each in opened)
+
+
+def test_layers_that_are_stored_at_once_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = recorded_context()
+    layer = len(recorded.tokens) * recorded.geometry.entry_bytes
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: range(64))
+    for memory, layers in ((8 * 5 * layer, 5), (0, 1), (8 * 1000 * layer, 64)):
+        monkeypatch.setattr(job, "available_memory", lambda memory=memory: memory)
+        assert job._layers_at_once(recorded) == layers

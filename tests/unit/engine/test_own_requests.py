@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import HTTPException
 
-from sgl_ext.engine.core.own_requests import OwnRequests, is_own
+from sgl_ext.engine.core.own_requests import AbortedError, OwnRequests, is_own
+from sgl_ext.errors import ExtError
 
 
 def test_cancelled_request_is_aborted() -> None:
@@ -40,3 +42,17 @@ def test_cancelled_request_is_aborted() -> None:
 
     asyncio.run(run())
     assert aborted == ["named by SGLang"]
+
+
+@pytest.mark.parametrize(("status", "again"), [(429, True), (503, True), (400, False)])
+def test_a_request_may_be_sent_again_if_the_server_was_busy(status: int, again: bool) -> None:
+    class Manager:
+        async def generate_request(self, request: Any) -> AsyncIterator[Any]:
+            raise HTTPException(status, "The request queue is full.")
+            yield request
+
+    manager: Any = Manager()
+    request: Any = SimpleNamespace(rid=None)
+    with pytest.raises(ExtError, match=r"a chunk was not computed: The request queue") as raised:
+        asyncio.run(OwnRequests(manager, "a chunk").answer(request))
+    assert isinstance(raised.value, AbortedError) is again

@@ -1,10 +1,12 @@
-"""Test of the uses that the tier linker counts, which a server would show only by its speed."""
+"""Tests of the tier linker, of what a server would show only by its speed."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from types import SimpleNamespace
+from typing import Any
 
+from sgl_ext.engine.tiers.hooks import _offloading
 from sgl_ext.engine.tiers.linker import TierLinker
 
 
@@ -33,3 +35,20 @@ def test_uses_on_the_device_are_reported_at_powers_of_two() -> None:
     first, second = b"\x01", b"\x02"
     linker.used_in_device(tree, object())  # the slot of a streaming session
     assert stack.uses == [([first], 2), ([second], 2), ([first], 4), ([first], 8), ([second], 4)]
+
+
+def test_kv_for_one_use_is_not_stored() -> None:
+    linker: Any = TierLinker.__new__(TierLinker)
+    linker.parent = None
+    keys = {1: "ext:once:recorded:a", 2: None, 3: "tenant"}
+    tree: Any = SimpleNamespace(
+        tree_core=SimpleNamespace(prefetch_anchor_info=lambda node: (keys[node], "salt")),
+        get_prefix_hash_values=lambda _node: [],
+    )
+    found = {}
+    for node in keys:
+        _offloading(SimpleNamespace(cache_linker=linker, cache=tree), node, None)  # type: ignore[arg-type]
+        found[node] = linker.used_once
+    assert found == {1: True, 2: False, 3: False}
+    linker.used_once = True
+    assert linker.offload([]) is False
