@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from sgl_ext.memory.rope import Rope
@@ -33,7 +32,6 @@ class RotatingCopy:
             rope.rotary_dim, rope.interleaved,
         )  # fmt: skip
         self._rope = rope
-        self._threads = len(os.sched_getaffinity(0))
 
     def __call__(self, runs: NDArray[np.int64], delta: int) -> None:
         """Copies ``runs`` of tokens and rotates their keys by ``delta`` positions.
@@ -45,5 +43,9 @@ class RotatingCopy:
         runs = np.ascontiguousarray(runs, np.int64)
         cosines, sines = self._rope.waves([delta])
         self._native(
-            runs.ctypes.data, len(runs), cosines.ctypes.data, sines.ctypes.data, self._threads
+            runs.ctypes.data,
+            len(runs),
+            cosines.ctypes.data,
+            sines.ctypes.data,
+            torch.get_num_threads(),  # a pool of another size would be built anew for torch
         )

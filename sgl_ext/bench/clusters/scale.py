@@ -41,8 +41,8 @@ _POOL = 16_384
 _HOT_BYTES = 8 << 20
 """Memory for blocks of the part ``devices``."""
 _HOT_BYTES_OF_ENTRIES = 3 << 20
-"""Memory for blocks with SmolLM2's own KV heads, in proportion to them with more. It holds less than
-the blocks that a token reads of 2,048 tokens."""
+"""Memory for blocks with SmolLM2's own KV heads, less than a token reads of 2,048 tokens; in
+proportion to the heads with more of them."""
 _OWN_KV_HEADS = 3
 
 

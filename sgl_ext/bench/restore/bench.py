@@ -4,11 +4,13 @@ The tier is an SSD that is slowed down until loading a context of 4,096 tokens t
 as computing it, as long, or twice as long. Every system has its own copy of the contexts' KV on the
 SSD, and nothing in device or host memory when a request arrives. The part ``host`` restores
 contexts from host memory, behind a link that is slowed down likewise; ``ssd-layers`` compares
-restoration by tokens and by layers from the SSD.
+restoration by tokens and by layers from the SSD. Contexts of the part ``long`` are longer than
+those that the model is trained for; their times count and their answers do not.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -67,6 +69,10 @@ class _Sizes:
     """Lengths of the contexts that two stages of a pipeline restore four times each, in tokens."""
     served_stages: Sequence[int]
     """Lengths of the contexts that servers of two stages restore, in tokens."""
+    three_stages: Sequence[int]
+    """Lengths of the contexts that servers of three stages restore, in tokens."""
+    long: Sequence[int]
+    """Lengths of the contexts of the part ``long``, in tokens."""
     pool: int
     """Device pool, in tokens."""
 
@@ -84,6 +90,8 @@ _QUICK = _Sizes(
     2,
     (2048,),
     (1024,),
+    (1024,),
+    (2048,),
     32_000,
 )
 _WHOLE = _Sizes(
@@ -99,11 +107,16 @@ _WHOLE = _Sizes(
     8,
     (2048, _REFERENCE),
     (2048, _REFERENCE),
+    (2048,),
+    (16_384, 32_768),
     56_000,
 )
 
 
-PARTS = ("alone", "batches", "arrivals", "host", "ssd-layers", "stages", "served-stages")
+PARTS = (
+    "alone", "batches", "arrivals", "host", "ssd-layers", "stages", "served-stages", "three-stages",
+    "long",
+)  # fmt: skip
 
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
@@ -114,10 +127,15 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
         _slow_tiers(report, model, out, sizes, parts)
     if "stages" in parts:
         report_stages(report, model, sizes.by_stages, _STAGE_ROUNDS)
-    if "served-stages" in parts:
-        report_served_stages(
-            report, model, out, sizes.served_stages, *((1, 1) if quick else (3, 2))
-        )
+    for part, stages, lengths in (
+        ("served-stages", 2, sizes.served_stages),
+        ("three-stages", 3, sizes.three_stages),
+    ):
+        if part in parts:
+            each, rounds = (1, 1) if quick else (3, 2)
+            report_served_stages(report, model, out, stages, lengths, each, rounds)
+    if "long" in parts:
+        _long(report, model, out, sizes)
     return report
 
 
@@ -166,22 +184,47 @@ def _slow_tiers(
             report_ssd_layers(report, model, out, sizes.ssd_layers, sizes.ssd_each, round(full))
 
 
+def _long(report: Report, model: Path, out: Path, sizes: _Sizes) -> None:
+    """Measures long contexts one at a time, at the rate at which the reference is loaded as fast as
+    it is computed."""
+    positions = json.dumps({"max_position_embeddings": max(sizes.long) + 1024})
+    more = ("--json-model-override-args", positions)
+    contexts = of_lengths(model, [_REFERENCE, *sizes.long])
+    reference, *longer = contexts
+    with tempfile.TemporaryDirectory(dir=out, prefix="restore-") as scratch:
+        filled, logs = Path(scratch) / "filled", out / "logs" / "long"
+        computing = fill(filled, contexts, model, sizes.pool, logs, *more)
+        stored = sum(file.stat().st_size for file in filled.rglob("pages"))
+        token_bytes = stored / sum(each.length // PAGE * PAGE for each in contexts)
+        rate = round(_REFERENCE * token_bytes / computing[reference.name])
+        names = [CAKE, OURS, RECOMPUTE, LOAD]
+        staging = f"{round(sizes.pool / 2 * token_bytes)}B"
+        running = systems(names, filled, Path(scratch), sizes.pool, staging, rate, *more)
+        with server.serve(running, model, logs) as servers:
+            _alone(report, servers, longer, 1, 1.0, first=reference)
+
+
 def _alone(
     report: Report,
     servers: Sequence[server.Server],
     contexts: Sequence[Context],
     rounds: int,
     ratio: float,
+    first: Context | None = None,
 ) -> None:
-    """Measures one request at a time, and adds runs and figures."""
+    """Measures one request at a time, and adds runs and figures.
+
+    Args:
+        first: context of the first request of each server, which is slow and does not count; None
+            for the longest one.
+    """
     from sgl_ext.bench.harness.load_generator import Request
     from sgl_ext.bench.harness.load_generator import run as send
 
     names = [each.system.name for each in servers]
     ttft: dict[str, dict[int, list[float]]] = {name: {} for name in names}
-    longest = max(contexts, key=lambda each: each.length)
-    # The first request of a process is slow and does not count.
-    for turn, context in enumerate([longest, *[*contexts] * rounds]):
+    first = first or max(contexts, key=lambda each: each.length)
+    for turn, context in enumerate([first, *[*contexts] * rounds]):
         for at in range(len(servers)):
             one = servers[(turn + at) % len(servers)]
             forget(one.url)
@@ -192,7 +235,7 @@ def _alone(
                 ttft[one.system.name].setdefault(context.length, []).append(timing.ttft)
     for length in ttft[OURS]:
         medians = {name: statistics.median(ttft[name][length]) for name in names}
-        compute = min(medians[RECOMPUTE], medians[RECOMPUTE_IN_CHUNKS])
+        compute = min(medians[name] for name in medians if name in (RECOMPUTE, RECOMPUTE_IN_CHUNKS))
         load = medians[LOAD]
         bound = compute * load / (compute + load)
         for name in names:
@@ -209,6 +252,8 @@ def _alone(
             )
         over, speedup = medians[OURS] / bound, min(compute, load) / medians[OURS]
         if length >= _REFERENCE and ratio == 1.0:
+            report.figures[f"ratio_to_bound_{length}"] = over
+            report.figures[f"speedup_vs_best_single_{length}"] = speedup
             _note(report, "ratio_to_bound", over, worse=max)
             _note(report, "speedup_vs_best_single", speedup, worse=min)
         if ratio != 1.0:

@@ -1,4 +1,4 @@
-"""Servers of two pipeline stages that restore a prefix: at the same time, or one after the other.
+"""Servers of pipeline stages that restore a prefix at the same time, or one after the other.
 
 Every server has a copy of the same contexts on an SSD, which is slowed down until a stage loads a
 context of 4,096 tokens in the time in which the stages compute it. Schedulers of pipeline stages do
@@ -29,7 +29,6 @@ from sgl_ext.models import untied
 from sgl_ext.serving import server
 from sgl_ext.serving.http import forget, live, wait_until_stored
 
-STAGES = 2
 AT_ONCE, ONE_BY_ONE = "stages at once", "one stage after the other"
 _REFERENCE = 4096
 """Tokens of the context that takes as long to load as to compute."""
@@ -44,9 +43,15 @@ Times = Mapping[str, Mapping[int, list[float]]]
 
 
 def report_served_stages(
-    report: Report, model: Path, out: Path, lengths: Sequence[int], each: int, rounds: int
+    report: Report,
+    model: Path,
+    out: Path,
+    stages: int,
+    lengths: Sequence[int],
+    each: int,
+    rounds: int,
 ) -> None:
-    """Adds the runs and figures of servers of two stages.
+    """Adds the runs and figures of servers of this number of stages.
 
     Args:
         lengths: lengths of the contexts, in tokens.
@@ -57,14 +62,17 @@ def report_served_stages(
     reference, *contexts = of_lengths(parted, [_REFERENCE, *[*lengths] * each])
     with tempfile.TemporaryDirectory(dir=out, prefix="stages-") as scratch:
         filled = Path(scratch) / "filled"
-        seconds, token_bytes = _fill(filled, reference, contexts, parted, logs)
+        seconds, token_bytes = _fill(filled, stages, reference, contexts, parted, logs)
         rate = round(_REFERENCE * token_bytes / seconds)
         systems = [
-            _system(RECOMPUTE, None, None),
-            _system(LOAD, _copy(filled, LOAD), rate),
-            _system(ONE_BY_ONE, _copy(filled, "sequence"), rate, restores=True, in_sequence=True),
-            _system(AT_ONCE, _copy(filled, "once"), rate, restores=True),
-        ]
+            _system(RECOMPUTE, stages, None, None),
+            _system(LOAD, stages, _copy(filled, LOAD), rate),
+            _system(
+                ONE_BY_ONE, stages, _copy(filled, "sequence"), rate, restores=True,
+                in_sequence=True,
+            ),
+            _system(AT_ONCE, stages, _copy(filled, "once"), rate, restores=True),
+        ]  # fmt: skip
         with ExitStack() as stack:
             servers = []
             for system in systems:
@@ -73,11 +81,16 @@ def report_served_stages(
                 _signal(one, resume=False)
                 servers.append(one)
             ttft, computed = _measure(servers, contexts, rounds)
-    _report(report, ttft, computed, rate)
+    _report(report, stages, ttft, computed, rate)
 
 
 def _fill(
-    directory: Path, reference: Context, contexts: Sequence[Context], model: Path, logs: Path
+    directory: Path,
+    stages: int,
+    reference: Context,
+    contexts: Sequence[Context],
+    model: Path,
+    logs: Path,
 ) -> tuple[float, float]:
     """Stores the KV and activations of all contexts in ``directory``.
 
@@ -85,7 +98,8 @@ def _fill(
         The seconds of computing ``reference``, and the bytes of a token's KV in a stage.
     """
     directory.mkdir()
-    with server.serve([_system("fill", directory, None, restores=True)], model, logs) as (one,):
+    filling = _system("fill", stages, directory, None, restores=True)
+    with server.serve([filling], model, logs) as (one,):
         _ask(one, reference.heard[:_CHUNK])  # the first request of a process is slow
         began = time.monotonic()
         for context in (reference, *contexts):
@@ -105,13 +119,14 @@ def _copy(filled: Path, name: str) -> Path:
 
 def _system(
     name: str,
+    stages: int,
     directory: Path | None,
     rate: int | None,
     *,
     restores: bool = False,
     in_sequence: bool = False,
 ) -> server.System:
-    """Returns a server of two stages.
+    """Returns a server of this number of stages.
 
     Args:
         directory: directory of its SSD tier; None for stock SGLang.
@@ -119,7 +134,7 @@ def _system(
         restores: whether it has the restore section.
         in_sequence: whether a stage begins to restore when the one before it has computed the step.
     """
-    arguments = (*base(_POOL), "--pp-size", str(STAGES), "--chunked-prefill-size", str(_CHUNK))
+    arguments = (*base(_POOL), "--pp-size", str(stages), "--chunked-prefill-size", str(_CHUNK))
     if directory is None:
         return server.System(name, (*arguments, "--disable-radix-cache"))
     ssd: dict[str, Any] = {"directories": [str(directory)], "capacity": "4GiB", "keep_after": 1}
@@ -206,12 +221,15 @@ def _signal(one: server.Server, *, resume: bool) -> None:
                 process.suspend()
 
 
-def _report(report: Report, ttft: Times, computed: Mapping[str, Sequence[int]], rate: int) -> None:
+def _report(
+    report: Report, stages: int, ttft: Times, computed: Mapping[str, Sequence[int]], rate: int
+) -> None:
+    of = "served_stages" if stages == 2 else f"served_{stages}_stages"
     for name, of_length in ttft.items():
         for length, times in of_length.items():
             report.runs.append(
                 {
-                    "what": f"a server of {STAGES} stages",
+                    "what": f"a server of {stages} stages",
                     "system": name,
                     "tokens": length,
                     "samples": len(times),
@@ -223,5 +241,5 @@ def _report(report: Report, ttft: Times, computed: Mapping[str, Sequence[int]], 
     for name, figure in ((ONE_BY_ONE, "one_by_one"), (LOAD, "load"), (RECOMPUTE, "recompute")):
         for length, times in ttft[AT_ONCE].items():
             found = paired_ratio(ttft[name][length], times)
-            report.figures[f"served_stages_vs_{figure}_{length}"] = found.median
-            report.figures[f"served_stages_vs_{figure}_{length}_low"] = found.low
+            report.figures[f"{of}_vs_{figure}_{length}"] = found.median
+            report.figures[f"{of}_vs_{figure}_{length}_low"] = found.low

@@ -35,13 +35,14 @@ def base(pool: int) -> tuple[str, ...]:
 
 
 def fill(
-    directory: Path, contexts: Sequence[Context], model: Path, pool: int, logs: Path
+    directory: Path, contexts: Sequence[Context], model: Path, pool: int, logs: Path, *more: str
 ) -> dict[str, float]:
     """Computes all contexts on a server that stores their KV on an SSD, in ``directory``.
 
     Args:
         pool: device pool, in tokens.
         logs: directory of the server's log.
+        more: further arguments of the server.
 
     Returns:
         Seconds that each context took, by its name.
@@ -49,7 +50,7 @@ def fill(
     directory.mkdir()
     ssd = {"directories": [str(directory)], "capacity": _CAPACITY, "keep_after": 1}
     config = {"tiers": {"ssd": ssd, "staging": "1GiB"}}
-    system = server.System("fill", (*base(pool), *server.extension(config)))
+    system = server.System("fill", (*base(pool), *server.extension(config), *more))
     seconds = {}
     with server.serve([system], model, logs) as (filling,):
         for context in contexts:
@@ -67,6 +68,7 @@ def systems(
     pool: int,
     staging: str,
     bytes_per_second: int,
+    *more: str,
 ) -> list[server.System]:
     """Returns the systems with these names, each with its own copy of the stored KV.
 
@@ -76,12 +78,13 @@ def systems(
         pool: device pool, in tokens.
         staging: size of the host memory for pages in transit.
         bytes_per_second: rate of the SSD.
+        more: further arguments of all servers.
     """
     found = []
     for name in names:
         if name in (RECOMPUTE, RECOMPUTE_IN_CHUNKS):
             chunks = ("--chunked-prefill-size", "512") if name == RECOMPUTE_IN_CHUNKS else ()
-            found.append(server.System(name, (*base(pool), *chunks)))
+            found.append(server.System(name, (*base(pool), *chunks, *more)))
             continue
         directory = scratch / name
         shutil.rmtree(directory, ignore_errors=True)
@@ -96,7 +99,7 @@ def systems(
         }
         if name in _POLICIES:
             config["restore"] = {"policy": name}
-        arguments = (*base(pool), *server.extension(config))
+        arguments = (*base(pool), *server.extension(config), *more)
         found.append(server.System(name, arguments))
     return found
 

@@ -5,8 +5,8 @@ running requests are preempted. Systems are compared in two settings: with host 
 where a copy takes little time compared with an iteration on a CPU, and behind a link that is slowed
 down until swapping a request takes as much of an iteration as on the paper's machine (FastSwitch).
 
-The parts ``speeds``, ``sweeps`` and ``long`` serve the model's first layers only: they have many
-or long runs, of which only the ratios of times count.
+The parts ``speeds``, ``sweeps``, ``efficiency`` and ``long`` serve the model's first layers only:
+they have many or long runs, of which only the ratios of times count.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from sgl_ext.bench.swap.offers import (
     steady,
     throughput,
 )
+from sgl_ext.bench.swap.runs import EFFICIENCY_RANKS, Run
 from sgl_ext.bench.swap.sweeps import report_sweeps
 from sgl_ext.bench.swap.systems import (
     BESIDE_TIER,
@@ -43,6 +44,7 @@ from sgl_ext.bench.swap.systems import (
     PER_PAGE,
     RECOMPUTE,
     STOCK,
+    WITHOUT_ASYNC,
 )
 from sgl_ext.models import SMOLLM2, prepare, shortened
 
@@ -115,6 +117,25 @@ def _long(offers: Offers) -> None:
     )
 
 
+def _efficiency(offers: Offers) -> None:
+    """Compares the tokens per second of intervals of 5 iterations (FastSwitch Figure 12)."""
+    names, seeds = (PER_PAGE, WITHOUT_ASYNC, OURS), offers.sizes.few_seeds
+    runs = offers.offer("efficiency", names, offers.trace, HEAVY, linked=True, seeds=seeds)
+    for rank in (f"p{rank:g}" for rank in EFFICIENCY_RANKS):
+
+        def of(one: Run, rank: str = rank) -> float:
+            return one.efficiency[rank]
+
+        for name, other in ((PER_PAGE, "sync_swap"), (WITHOUT_ASYNC, "waiting")):
+            offers.report.figures[f"efficiency_{rank}_vs_{other}"] = ratio(runs, OURS, name, of)
+    for name, each in runs.items():
+        medians = {
+            rank: statistics.median(one.efficiency[rank] for one in each)
+            for rank in each[0].efficiency
+        }
+        offers.report.runs.append({"what": "efficiency, quantiles", "system": name, **medians})
+
+
 def _native(offers: Offers) -> None:
     """Measures systems with host memory as it is."""
     # Stock SGLang has no priority traces, so the comparison is with its recomputation, for
@@ -139,7 +160,11 @@ def _static(offers: Offers) -> None:
 _Part = Callable[[Offers], None]
 _SMALL: Mapping[str, _Part] = {"link": _link, "static": _static}
 _LARGE: Mapping[str, _Part] = {"native": _native}
-_SHORT: Mapping[str, _Part] = {"speeds": _speeds, "sweeps": report_sweeps}
+_SHORT: Mapping[str, _Part] = {
+    "speeds": _speeds,
+    "sweeps": report_sweeps,
+    "efficiency": _efficiency,
+}
 _LONG: Mapping[str, _Part] = {"long": _long}
 PARTS = (*_SMALL, *_LARGE, *_SHORT, *_LONG, "exact")
 

@@ -18,12 +18,15 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+from numpy.typing import NDArray
 
 from sgl_ext.bench.data.texts import sharegpt_conversations
 from sgl_ext.errors import ExtError
 
 _SAME = 0.25
 """Maximum time between tokens of one iteration, relative to the median between tokens of a turn."""
+_INTERVAL = 5
+"""Iterations over which the token generation efficiency is taken, as in FastSwitch (§5)."""
 _AWAY = 4
 """Maximum iterations from one token of a turn to its next while it is in service."""
 _DEADLINE_S = 1800.0
@@ -81,15 +84,32 @@ def gaps_in_service(heard: Sequence[Heard]) -> list[float]:
     tokens of the same iteration.
     """
     times = np.sort(np.concatenate([one.times for one in heard]))
-    apart = np.diff(times)
-    typical = np.median(np.concatenate([np.diff(one.times) for one in heard]))
-    iterations = times[1:][apart > _SAME * typical]
+    iterations = times[_first_tokens(heard, times)]
     found: list[float] = []
     for one in heard:
         numbers = np.searchsorted(iterations, one.times, "right")
         served = np.diff(numbers) <= _AWAY
         found += np.diff(one.times)[served].tolist()
     return found
+
+
+def token_efficiency(heard: Sequence[Heard]) -> NDArray[np.float64]:
+    """Returns the tokens per second of each interval of 5 iterations (FastSwitch Figure 12)."""
+    times = np.sort(np.concatenate([one.times for one in heard]))
+    first = _first_tokens(heard, times)
+    # The tokens of an iteration arrive at its end.
+    tokens, seconds = np.diff(first[1::_INTERVAL]), np.diff(times[first[::_INTERVAL]])
+    return tokens / seconds[: len(tokens)]
+
+
+def _first_tokens(heard: Sequence[Heard], times: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Returns the place in ``times`` of the first token of each iteration but the first one.
+
+    Args:
+        times: times of all tokens, in ascending order.
+    """
+    typical = np.median(np.concatenate([np.diff(one.times) for one in heard]))
+    return np.flatnonzero(np.diff(times) > _SAME * typical) + 1
 
 
 @cache

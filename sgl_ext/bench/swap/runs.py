@@ -13,6 +13,7 @@ from sgl_ext.bench.swap.load import Heard, Talk, Turn
 from sgl_ext.serving import server
 from sgl_ext.serving.http import forget, live
 
+EFFICIENCY_RANKS = (5, 50, 95, 99, 99.9)
 _SETTLED = 0.8
 """Share of a run's tokens that its steady throughput covers; later, the batch drains."""
 
@@ -51,6 +52,8 @@ class Run:
         seconds: time from the first request to the last token.
         generated: number of generated tokens.
         per_second: generated tokens per second, up to the share ``_SETTLED`` of them.
+        efficiency: percentiles of the generated tokens per second of intervals of 5 iterations:
+            p5, p50, p95, p99, p99.9.
         computed: number of tokens that were computed, including generated and recomputed ones.
         counts: increments of the server's swap counters.
     """
@@ -60,6 +63,7 @@ class Run:
     seconds: float
     generated: int
     per_second: float
+    efficiency: dict[str, float]
     computed: int
     counts: dict[str, float]
 
@@ -121,7 +125,7 @@ def _run(heard: Sequence[Heard], counts: dict[str, float]) -> Run:
     times = np.sort(np.concatenate([each.times for each in heard]))
     begin = min(each.began for each in heard)
     settled = int(_SETTLED * len(times))
-    gaps = load.gaps_in_service(heard)
+    gaps, efficiency = load.gaps_in_service(heard), load.token_efficiency(heard)
     recomputed = counts.get("recomputed_tokens", 0)
     computed = sum(each.prompt - each.cached + len(each.times) for each in heard)
     return Run(
@@ -130,6 +134,9 @@ def _run(heard: Sequence[Heard], counts: dict[str, float]) -> Run:
         seconds=float(times[-1] - begin),
         generated=len(times),
         per_second=settled / float(times[settled - 1] - begin),
+        efficiency={
+            f"p{rank:g}": float(np.percentile(efficiency, rank)) for rank in EFFICIENCY_RANKS
+        },
         computed=int(computed + recomputed),
         counts=counts,
     )

@@ -31,9 +31,11 @@ WITHOUT_GROUPS, WITHOUT_ASYNC_OUT, WITHOUT_ASYNC_IN, WITHOUT_CHOICE, WITHOUT_REU
     "ours, swap-in never waits",
     "ours, no reuse",
 )
+WITHOUT_ASYNC = "ours, all swaps wait"
 _SWAP: Mapping[str, Mapping[str, Any]] = {
     PER_PAGE: {"swap_in": "wait"},
     WITHOUT_ASYNC_IN: {"swap_in": "wait"},
+    WITHOUT_ASYNC: {"swap_in": "wait"},
     WITHOUT_CHOICE: {"swap_in": "overlap"},
 }
 _EXPERIMENTS: Mapping[str, Mapping[str, bool]] = {
@@ -42,6 +44,7 @@ _EXPERIMENTS: Mapping[str, Mapping[str, bool]] = {
     PER_PAGE: {"by_layer": True, "wait": True, "copy_again": True},
     WITHOUT_GROUPS: {"by_layer": True},
     WITHOUT_ASYNC_OUT: {"wait": True},
+    WITHOUT_ASYNC: {"wait": True},
     WITHOUT_REUSE: {"copy_again": True},
 }
 

@@ -170,9 +170,10 @@ class ChunkLinks:
             found[number] = self._search.find(wanted)
         return found
 
-    def admitted(self, rid: str) -> None:
+    def admitted(self, req: Req) -> None:
         """Counts the uses of the chunks of an acquired request that was admitted."""
-        if (request := self._requests.get(rid)) is not None:
+        if (request := self._requests.get(req.rid)) is not None:
+            request.prefix = req.prefix_len  # including what SGLang has loaded since
             for found in request.found.values():
                 self._search.used(found)
 

@@ -149,7 +149,7 @@ class ChunksPower(Power[Chunks]):
             return
         self._linked = None
         if admitted:
-            self.links.admitted(req.rid)
+            self.links.admitted(req)
             self.continued(req)
         else:
             self.links.release(req.rid)

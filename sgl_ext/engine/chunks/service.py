@@ -259,6 +259,7 @@ class ContextService(Front):
             return None
         told: list[Mapping[str, Any]] = []
         missed = False  # an answer of this request has missed contexts, which counts once
+        several = _several(request.sampling_params)
 
         def watch(answer: Answer) -> None:
             nonlocal missed
@@ -266,7 +267,9 @@ class ContextService(Front):
             told.extend(each for meta in metas for each in meta.get("ext", ()))
             # The renewal is scheduled before the client gets the answer and sends its next prompt.
             if told and not missed and metas[-1]["finish_reason"] is not None:
-                missed = any(each.get("missing") for each in told)
+                # SGLang first computes a prompt with several answers for none of them, and that
+                # request's report is lost. It may have missed contexts.
+                missed = several or any(each.get("missing") for each in told)
                 self.renewal.answered(named, missing=missed)
 
         return watch
@@ -309,6 +312,12 @@ class ContextService(Front):
         if not tokens:
             raise ExtError(f"chunk {number} is empty; omit it, or give it at least one token")
         return tokens
+
+
+def _several(params: object) -> bool:
+    """Returns whether sampling parameters ask for several answers to a prompt."""
+    each = params if isinstance(params, list) else [params]
+    return any(isinstance(one, dict) and one.get("n") not in (None, 1) for one in each)
 
 
 def context_service(

@@ -7,7 +7,14 @@ from sgl_ext.engine.core import dispatch, hooks, meta_info, runtime
 from sgl_ext.engine.core.powers import ORDER
 from sgl_ext.engine.kv import install, ownership
 from sgl_ext.engine.step import admission, budget, cached_tokens, forward, graphs
-from sgl_ext.engine.workarounds import beams, logprobs, penalties, stop_patterns, validation
+from sgl_ext.engine.workarounds import (
+    beams,
+    empty_outputs,
+    logprobs,
+    penalties,
+    stop_patterns,
+    validation,
+)
 
 HOOKS = (
     *dispatch.HOOKS,
@@ -19,6 +26,7 @@ HOOKS = (
     *beams.HOOKS,
     *budget.HOOKS,
     *cached_tokens.HOOKS,
+    *empty_outputs.HOOKS,
     *forward.HOOKS,
     *graphs.HOOKS,
     *logprobs.HOOKS,

@@ -5,24 +5,53 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core.hooks import Original
 
 listeners: set[Callable[[], None]] = set()
 """Functions that are called before the weights change, also where the extension is not active."""
 
+_UNCHANGED = (
+    "Failed to get weights iterator", "Failed to update weights: ",
+    "a weight-update session is already open", "update_weights_from_distributed must run between",
+    "update_weights_from_tensor must run between",
+)  # fmt: skip
+"""Beginnings of SGLang's messages of updates that it has rejected or undone."""
+_WEIGHTS = "weights"
+"""SGLang's tag of the weights among the memory that is released and resumed."""
 
-def _changing(_updater: object, *_args: object, **_kw: object) -> None:
-    if (ext := runtime.current) is not None:
-        for power in ext.outside_in:
-            power.weights_changed()
+
+def _changing(original: Original, updater: object, asked: object, *args: object) -> object:
+    """Tells the powers of a change, unless SGLang says that the weights are the same.
+
+    The scheduler does nothing else until the call returns.
+    """
     for listener in listeners:
         listener()
+    unchanged = False
+    try:
+        result = original(updater, asked, *args)
+        unchanged = _same(asked, result)
+    finally:
+        if not unchanged and (ext := runtime.current) is not None:
+            for power in ext.outside_in:
+                power.weights_changed()
+    return result
+
+
+def _same(asked: object, result: object) -> bool:
+    """Returns whether an update has left the weights as they were."""
+    if tags := getattr(asked, "tags", None):  # of memory that is resumed
+        return _WEIGHTS not in tags
+    message = getattr(result, "message", None)
+    failed = getattr(result, "success", True) is False
+    return failed and isinstance(message, str) and message.startswith(_UNCHANGED)
 
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 HOOKS = tuple(
     hooks.Hook(
         f"{_UPDATER}.{method}",
-        "before",
+        "around",
         _changing,
         "neither an external cache nor a platform is notified when the weights change",
     )

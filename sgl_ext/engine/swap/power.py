@@ -222,7 +222,9 @@ class SwapPower(Power[Swap]):
                 running.batch_is_full = False
             if self.priorities is not None:
                 chunked = () if scheduler.chunked_req is None else (scheduler.chunked_req,)
-                waiting = (*scheduler.waiting_queue, *self.ext.withheld())
+                # Requests that wait for their grammar may be queued and admitted in this step.
+                grammars = scheduler.grammar_manager.grammar_queue
+                waiting = (*scheduler.waiting_queue, *grammars, *self.ext.withheld())
                 self.priorities.step(waiting, (*running.reqs, *chunked), scheduler.forward_ct)
 
     def after_step(self, plan: StepPlan) -> None:

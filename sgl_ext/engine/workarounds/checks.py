@@ -179,6 +179,8 @@ def check_logprobs(request: TokenizedReqInput, vocabulary: int, context: int) ->
     """
     start, most = request.logprob_start_len, request.top_logprobs_num
     tokens = len(request.input_ids or ())
+    if request.session_params is not None:
+        tokens = max(tokens, start)  # the scheduler knows the earlier turns, and checks it
     # If one request of a batch asks for log probabilities, they are computed for all of them.
     if not 0 <= most <= vocabulary:
         raise ValueError(f"top_logprobs_num is {most}; expected 0 to {vocabulary}")

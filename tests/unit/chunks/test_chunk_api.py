@@ -246,6 +246,23 @@ def test_a_request_misses_its_contexts_once(service: ContextService) -> None:
         answered.assert_called_once_with(["the context"], missing=True)
 
 
+@pytest.mark.parametrize(("n", "renewed"), [(1, False), (2, True), (None, False)])
+def test_a_prompt_with_several_answers_may_have_missed_its_contexts(
+    service: ContextService, n: int | None, renewed: bool
+) -> None:
+    """SGLang discards the answer to the request that computes the prompt of all."""
+    report = {"meta_info": {"ext": [{"power": "chunks", "missing": 0}], "finish_reason": {}}}
+    with (
+        mock.patch.object(service, "link", return_value=["the context"]),
+        mock.patch.object(service.renewal, "answered") as answered,
+    ):
+        params = {} if n is None else {"n": n}
+        watch = service.accept(mock.Mock(sampling_params=params))
+        assert watch is not None
+        watch(report)
+        answered.assert_called_once_with(["the context"], missing=renewed)
+
+
 def test_the_kv_of_a_pinned_context_is_computed(service: ContextService, manager: Manager) -> None:
     async def scene() -> None:
         (context,) = await service.create(["abc"], salt="s")

@@ -24,6 +24,7 @@ from sgl_ext.engine.front import dispatch as front
 from sgl_ext.engine.launch import launcher
 from sgl_ext.engine.restore import fill, interruption
 from sgl_ext.engine.step import forward
+from sgl_ext.engine.workarounds import empty_outputs
 from sgl_ext.planning.plan import Compute, PrefillPlan, Span
 
 NAMES = tuple(kind.name for kind in ORDER)
@@ -275,7 +276,7 @@ def test_packed_weights_and_powers_learn_that_weights_change(
     packed_linear._pack(layer)
     assert layer in packed_linear._packed
     for hook in weight_updates.HOOKS:
-        hook.function(None)
+        hook.function(lambda *_: None, None, None)
     assert told == ["ext"] * len(weight_updates.HOOKS) * active
     assert layer not in packed_linear._packed
     packed_linear._pack(layer)
@@ -306,3 +307,67 @@ def test_forwards_are_timed_on_the_stream_that_they_run_on(overlap: bool, stream
     slab: Any = SimpleNamespace(device=0)
     ext = runtime.ExtRuntime(ExtConfig(), slab=slab)
     assert dispatch._stream_of_forwards(ext, scheduler) == stream
+
+
+@pytest.mark.parametrize(
+    ("tags", "success", "message", "changed"),
+    [
+        (None, True, "Succeeded to update model weights.", True),
+        (None, False, "Failed to get weights iterator: no such folder.", False),
+        (None, False, "Weights were updated, but the cache was not flushed because", True),
+        (None, False, "update_weights_from_tensor must run between begin_weight_update()", False),
+        (None, False, "an error that is not known", True),
+        (["kv_cache"], True, "", False),
+        (["kv_cache", "weights"], True, "", True),
+    ],
+)
+def test_powers_are_told_of_weights_that_have_changed_only(
+    monkeypatch: pytest.MonkeyPatch,
+    tags: list[str] | None,
+    success: bool,
+    message: str,
+    changed: bool,
+) -> None:
+    told: list[str] = []
+    ext = SimpleNamespace(outside_in=[SimpleNamespace(weights_changed=lambda: told.append("ext"))])
+    monkeypatch.setattr(runtime, "current", ext)
+    result = SimpleNamespace(success=success, message=message)
+    asked = SimpleNamespace(tags=tags)
+    assert weight_updates.HOOKS[0].function(lambda *_: result, None, asked) is result
+    assert told == ["ext"] * changed
+
+
+def test_powers_are_told_of_weights_if_the_update_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    ext = SimpleNamespace(outside_in=[SimpleNamespace(weights_changed=lambda: told.append("ext"))])
+    monkeypatch.setattr(runtime, "current", ext)
+
+    def update(*_: object) -> None:
+        raise RuntimeError("half of it")
+
+    with pytest.raises(RuntimeError, match="half"):
+        weight_updates.HOOKS[0].function(update, None, SimpleNamespace(tags=None))
+    assert told == ["ext"]
+
+
+@pytest.mark.parametrize(
+    ("retracted", "tokens", "finished", "sent"),
+    [
+        (True, 3, False, False),
+        (True, 4, False, True),
+        (False, 3, False, True),
+        (True, 3, True, True),
+    ],
+)
+def test_nothing_is_sent_of_a_retracted_request_without_new_tokens(
+    monkeypatch: pytest.MonkeyPatch, retracted: bool, tokens: int, finished: bool, sent: bool
+) -> None:
+    monkeypatch.setattr(runtime, "current", SimpleNamespace())
+    req = SimpleNamespace(
+        is_retracted=retracted, output_ids=[1] * tokens, send_token_offset=3,
+        finished=lambda: finished,
+    )  # fmt: skip
+    accepted: list[object] = []
+    (hook,) = empty_outputs.HOOKS
+    hook.function(lambda _outputs, *, req: accepted.append(req), None, req=req)
+    assert accepted == [req] * sent

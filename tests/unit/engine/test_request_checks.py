@@ -51,9 +51,10 @@ def test_valid_requests_pass() -> None:
     check_request(made((0, 99), sampling, top_logprobs_num=20), VOCABULARY, CONTEXT)
     schema = '{"pattern": "\\"' + "[" * 100 + '", "items": {}}'
     check_request(made(sampling={"json_schema": schema}), VOCABULARY, CONTEXT)
-    check_request(
-        made((), session_params=SessionParams(id="a"), return_logprob=False), VOCABULARY, CONTEXT
-    )
+    session = SessionParams(id="a")
+    check_request(made((), session_params=session, return_logprob=False), VOCABULARY, CONTEXT)
+    # The prompt of a session begins with its earlier turns.
+    check_request(made(session_params=session, logprob_start_len=130), VOCABULARY, CONTEXT)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_ext.bench.swap.load import Heard, at_rate, gaps_in_service
+from sgl_ext.bench.swap.load import Heard, at_rate, gaps_in_service, token_efficiency
 from sgl_ext.bench.swap.runs import Workload, mean_answer, mean_pages
 from sgl_ext.bench.swap.sweeps import highest_load
 from sgl_ext.bench.swap.systems import (
@@ -18,6 +18,7 @@ from sgl_ext.bench.swap.systems import (
     PER_PAGE,
     STOCK,
     WITHOUT,
+    WITHOUT_ASYNC,
     Link,
     systems,
 )
@@ -37,6 +38,15 @@ def test_gaps_while_preempted_are_not_gaps_in_service() -> None:
     assert max(gaps_in_service([Heard("one", 0, 1, late), Heard("two", 0, 1, late)])) > 1
 
 
+def test_token_efficiency_is_taken_over_five_iterations() -> None:
+    # Two requests get a token every 50 ms; a swap stops both for a second after the 20th.
+    ticks = [at * 0.05 + (at >= 20) for at in range(41)]
+    found = token_efficiency([Heard("a", 0, 1, ticks), Heard("b", 0, 1, [t + 1e-4 for t in ticks])])
+    assert len(found) == 7
+    assert sorted(found)[1:] == pytest.approx([40] * 6)
+    assert min(found) == pytest.approx(10 / 1.25)
+
+
 def test_link_is_as_slow_relative_to_an_iteration_as_in_the_paper() -> None:
     config = Link(0.05, 20, 1_000_000, layers=30).config()
     assert 20 * 60 / config["operations_per_second"] == pytest.approx(1.16 * 0.05)
@@ -49,7 +59,8 @@ def test_link_is_as_slow_relative_to_an_iteration_as_in_the_paper() -> None:
 def test_every_system_can_be_configured() -> None:
     from sglang.srt.server_args import prepare_server_args
 
-    names = (STOCK, HICACHE, "recompute", BESIDE_TIER, PER_PAGE, OURS, OURS_AGAIN, *WITHOUT)
+    names = (STOCK, HICACHE, "recompute", BESIDE_TIER, PER_PAGE, OURS, OURS_AGAIN, WITHOUT_ASYNC)
+    names += WITHOUT
     policy = {"trace": "random", "quantum": 25}
     made = systems(names, 2048, "1GiB", policy, Link(0.05, 20, 1_000_000, 30))
     assert [each.name for each in made] == list(names)
@@ -59,7 +70,7 @@ def test_every_system_can_be_configured() -> None:
         assert config.swap.quantum == 25
         experiment = SwapExperiment.model_validate_json(each.environment[EXPERIMENT])
         assert experiment.trace == "random"
-        assert experiment.wait is (each.name in (PER_PAGE, "ours, swap-out waits"))
+        assert experiment.wait is (each.name in (PER_PAGE, WITHOUT_ASYNC, "ours, swap-out waits"))
     for each in made[:2]:
         assert "--enable-ext" not in each.arguments
         args = prepare_server_args(["--model-path", "none", *each.arguments])
