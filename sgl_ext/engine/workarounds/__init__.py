@@ -8,6 +8,9 @@
 ``checks``, ``validation`` Requests with prompts without tokens, token ids beyond the vocabulary,
                            values of wrong types or numbers that overflow end the scheduler or
                            answer 500. Remove a check when SGLang answers 400.
+``empty_outputs``          Requests that were retracted while a forward of theirs ran send an
+                           output without tokens, which counts as their first token. Remove when
+                           ``stream_output`` skips them, as the processing of results does.
 ``logprobs``               Prompt logprobs of requests that have left a batch are assigned to the
                            next request. Remove when ``process_batch_result_prefill`` skips them.
 ``penalties``              A request that is computed again gets penalizers that have counted
