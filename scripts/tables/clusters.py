@@ -169,6 +169,55 @@ TABLES: dict[str, Table | Figures] = {
             ),
         ],
     ),
+    "clusters-long": Table(
+        "clusters-long",
+        "attention",
+        {
+            "dense, KV in the device pool": {"system": "dense, KV in the device pool"},
+            "stored, reads a twentieth": {"system": "stored, 5%"},
+            "stored, reads a tenth": {"system": "stored, 10%"},
+        },
+        [
+            Column(
+                f"{tokens:,} tokens: of {batch}" if batch == 1 else f"of {batch}", "tokens_per_s",
+                form(1), {"what": "long", "batch": batch, "tokens": tokens},
+            )
+            for tokens in (8192, 16_384, 32_768)
+            for batch in (1, 8, 16)
+        ],
+    ),
+    "clusters-devices": Table(
+        "clusters-devices-entries",
+        "emulated devices",
+        {f"{devices}": {"devices": devices} for devices in (1, 2, 4, 8)},
+        [
+            Column(f"{title} {batch}", key, shown, {"what": "devices", "batch": batch})
+            for title, key, shown in (
+                ("tokens/s of", "tokens_per_s", form(1)), ("TTFT of", "ttft_ms_p50", MS),
+            )
+            for batch in (1, 8, 16)
+        ],
+    ),
+    "clusters-entries": Table(
+        "clusters-devices-entries",
+        "an entry has; entries that share a block",
+        {
+            f"{size:,} B; {name}": {"entry_bytes": size, "system": system}
+            for size in (768, 2304, 4608, 18_432)
+            for name, system in (
+                ("16 consecutive tokens", "pages"), ("none", "entry"),
+                ("similar ones (ours)", "ours"),
+            )
+        },
+        [
+            *(
+                Column(f"tokens/s of {batch}", "tokens_per_s", form(1), {"batch": batch})
+                for batch in (1, 8, 16)
+            ),
+            Column("read for a token of 1", "read_bytes", form(2, " MB", 1e-6), {"batch": 1}),
+            Column("of 16", "read_bytes", form(2, " MB", 1e-6), {"batch": 16}),
+        ],
+    ),
     "clusters-quality": Table(
         "clusters-quality",
         "attention",

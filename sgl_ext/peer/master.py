@@ -121,6 +121,8 @@ class Master:
         self._loans: dict[bytes, Loan] = {}
         self._closed = False
         self._crowded = False
+        self._unseen = 0
+        """Pid of the last worker that sends messages and is no process here."""
 
     @property
     def loans(self) -> Sequence[Loan]:
@@ -158,6 +160,14 @@ class Master:
             borrower = Borrower(*self._identity, self._block, lend)
             loan = Loan(borrower, self._process_of(lend.pid), now, session=lend.session)
             self._loans[lend.worker] = loan
+            if lend.pid != self._unseen and not loan.process.alive():
+                self._unseen = lend.pid
+                logger.warning(
+                    "process %d, which offers memory, does not exist here, so that none is "
+                    "borrowed: it has ended, or runs in another PID namespace (run both engines "
+                    "in one)",
+                    lend.pid,
+                )
         loan.borrower.receive(lend)
         loan.received, loan.granted = now, lend.size
 

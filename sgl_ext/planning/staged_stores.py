@@ -13,7 +13,7 @@ from sgl_ext.tiers.arena import Key, Pages
 class Storing(Protocol):
     """Stores of a stage, as in :class:`~sgl_ext.tiers.stores.Stores`."""
 
-    def store(self, keys: Sequence[Key], blocks: Pages, parent: Key | None = None) -> None: ...
+    def store(self, keys: Sequence[Key], blocks: Pages, before: Sequence[Key] = ()) -> None: ...
 
     def completed(self) -> int: ...
 
@@ -30,9 +30,9 @@ class PairedStores:
         self._kv = kv
         self._beside = beside
 
-    def store(self, keys: Sequence[Key], blocks: Pages, parent: Key | None = None) -> None:
-        self._kv.store(keys, blocks, parent)
-        self._beside.store(keys, blocks, parent)
+    def store(self, keys: Sequence[Key], blocks: Pages, before: Sequence[Key] = ()) -> None:
+        self._kv.store(keys, blocks, before)
+        self._beside.store(keys, blocks, before)
 
     def completed(self) -> int:
         return min(self._kv.completed(), self._beside.completed())

@@ -122,6 +122,18 @@ class HostPages:
         self.reuse.used(before, after)
         return pages
 
+    def renew(self, keys: Sequence[Key]) -> int:
+        """Marks those of ``keys`` that are resident as most recently used, the first key last.
+
+        It does not count as a use.
+
+        Returns:
+            How many of them are not pinned. If fewer pages than the others are evicted, these stay.
+        """
+        here = self.present(keys)
+        deque(map(self._index.move_to_end, reversed(here)), maxlen=0)
+        return int(np.count_nonzero(self._pins[self.places(here)] == 0))
+
     def reserve(self, count: int, after: int | None = None) -> Pages | None:
         """Reserves ``count`` slots in as few runs as possible, and evicts pages if needed.
 

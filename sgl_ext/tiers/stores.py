@@ -61,17 +61,17 @@ class Stores:
         self._dropped: list[Saved] = []
         self._again: list[Saved] = []
 
-    def store(self, keys: Sequence[Key], blocks: Pages, parent: Key | None = None) -> None:
+    def store(self, keys: Sequence[Key], blocks: Pages, before: Sequence[Key] = ()) -> None:
         """Starts to copy ``blocks`` of the device to host memory, as the pages of ``keys``.
 
         The blocks must not change before :meth:`pop`. Pages that are already in host memory are not
         copied, and pages for which there is no room are left out.
 
         Args:
-            parent: Key of the page before the first one; None if there is none.
+            before: Keys of the pages before the first one, from the prompt's first page on.
         """
         wanted = self._host.missing(keys)
-        if (store := self._begin(keys, blocks, wanted, parent)) is None:
+        if (store := self._begin(keys, blocks, wanted, before)) is None:
             store = _Store((), _NO_PAGES, None, not wanted, success=not wanted)
         self._stores.append(store)
 
@@ -209,18 +209,20 @@ class Stores:
         return [store for store in (*self._stores, *self._popped) if store.success is None]
 
     def _begin(
-        self, keys: Sequence[Key], blocks: Pages, wanted: Sequence[int], parent: Key | None = None
+        self, keys: Sequence[Key], blocks: Pages, wanted: Sequence[int], before: Sequence[Key] = ()
     ) -> _Store | None:
         """Starts to copy the pages at ``wanted`` as far as there is room; None if there is none.
 
         Args:
             wanted: Positions in ``keys`` and ``blocks`` of the pages to copy.
-            parent: Key of the page before the first of ``keys``.
+            before: Keys of the pages before the first of ``keys``.
         """
-        missing = wanted[: self._host.room]
+        # Pages of the same prompt are not evicted for these: without them, these are of no use.
+        held = self._host.renew([*before, *keys])
+        missing = wanted[: self._host.room - held]
         self._host.refuse(len(wanted) - len(missing))
-        before = keys[missing[0] - 1] if missing and missing[0] else parent
-        after = self._host.place(before)
+        last = keys[missing[0] - 1 : missing[0]] if missing and missing[0] else before[-1:]
+        after = self._host.place(last[0] if last else None)
         if not missing or (pages := self._host.reserve(len(missing), after)) is None:
             return None
         ticket = self._copies.store(blocks[missing], pages, self.priority)

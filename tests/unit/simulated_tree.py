@@ -57,8 +57,8 @@ class SimulatedTree:
             names = [pages[at] for at in new]
             self.lock(names)
             self._offloads.append(names)
-            parent = key(pages[new[0] - 1]) if new[0] else None
-            self._engine.stack.stores.store([key(page) for page in names], blocks[new], parent)
+            before = [key(page) for page in pages[: new[0]]]
+            self._engine.stack.stores.store([key(page) for page in names], blocks[new], before)
         self.free(np.array(twice, np.int64))
 
     def free(self, blocks: Pages) -> None:

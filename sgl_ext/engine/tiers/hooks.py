@@ -54,8 +54,7 @@ def _stay_awake(original: Original, scheduler: Scheduler) -> None:
 
 def _offloading(wrapper: LinkerWrapper, node: Node, _transfers: object) -> None:
     linker, tree = wrapper.cache_linker, wrapper.cache
-    before = tree.get_prefix_hash_values(node)
-    linker.parent = bytes.fromhex(before[-1]) if before else None
+    linker.before = [*map(bytes.fromhex, tree.get_prefix_hash_values(node))]
     linker.used_once = used_once(tree.tree_core, node)
 
 
@@ -65,8 +64,8 @@ HOOKS = (
         "UnifiedCacheLinkerWrapper._offload_node",
         "before",
         _offloading,
-        "SGLang does not report the predecessor of an offloaded node, next to which its pages "
-        "should be placed, and not whether they are under a key that is never looked up again",
+        "SGLang does not report the pages before an offloaded node, next to which its own should "
+        "be placed, and not whether they are under a key that is never looked up again",
     ),
     hooks.Hook(
         "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache",

@@ -109,15 +109,15 @@ class TierLinker(UnifiedCacheLinker):
         self._allocator.streams = self.stack.streams
         self.restoring: Restoring | None = None
         """Power that is asked for a prefix before the stack; None if there is none."""
-        self.parent: Key | None = None
-        """Key of the last page before the next node that is offloaded; None if there is none."""
+        self.before: Sequence[Key] = ()
+        """Keys of the pages before the next node that is offloaded."""
         self.used_once = False
         """Whether the KV of that node is not looked up again."""
         self.begin = 0
         """Position in its prompt of the first token that is looked up next."""
         self.layer_done_counter = self.stack.loads.layers
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
-        self._offloads: deque[tuple[Sequence[Key], Download, Key | None]] = deque()
+        self._offloads: deque[tuple[Sequence[Key], Download, Sequence[Key]]] = deque()
         """Offloads that have not begun: keys, slots and the key of the page before."""
         self._uses: OrderedDict[Node, int] = OrderedDict()
         self._ranks = params.attn_tp_cache_group or params.tp_cache_group
@@ -185,12 +185,12 @@ class TierLinker(UnifiedCacheLinker):
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:  # noqa: ARG002
         # Ranks may differ in whether they have room. All accept the offload, and SGLang considers
         # the node stored only if all ranks report success in the end.
-        parent, self.parent = self.parent, None
+        before, self.before = self.before, ()
         if self.used_once:
             return False
         slots = Download(transfers[0].device_indices[:: self._page])
         # Begun by the next poll, not while a first token waits to be sent. SGLang locks the node.
-        self._offloads.append((_keys(transfers[0]), slots, parent))
+        self._offloads.append((_keys(transfers[0]), slots, before))
         if self._stores is not None:
             self._stores.announce()
         return True
@@ -201,8 +201,8 @@ class TierLinker(UnifiedCacheLinker):
 
     def _begin_offloads(self, *, wait: bool) -> None:
         while self._offloads and (wait or self._offloads[0][1].landed()):
-            keys, slots, parent = self._offloads.popleft()
-            self._storing.store(keys, slots.numpy() // self._page, parent)
+            keys, slots, before = self._offloads.popleft()
+            self._storing.store(keys, slots.numpy() // self._page, before)
 
     def num_completed_offloads(self) -> int:
         self._begin_offloads(wait=False)

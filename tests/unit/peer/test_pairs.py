@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -75,6 +76,17 @@ def test_an_idle_worker_lends_all_lendable_memory() -> None:
     assert pair.worker.blocks == 1
     assert pair.master.groups.blocks == 20 + pair.lent // MASTER.block_bytes
     assert pair.master.begin(70)  # more blocks than its own 20
+
+
+def test_a_worker_that_is_no_process_here_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pair = Pair()
+    pair.master.master._process_of = lambda _pid: SimpleNamespace(alive=lambda: False)
+    pair.step(times=6)
+    assert pair.worker.worker.used == 0
+    (record,) = caplog.records
+    assert "does not exist here, so that none is borrowed" in record.getMessage()
 
 
 def test_check_integrity_detects_blocks_in_use_on_both_sides() -> None:

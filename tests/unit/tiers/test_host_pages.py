@@ -48,6 +48,18 @@ def test_tail_of_a_prompt_is_evicted_first() -> None:
     assert host.missing(keys(1, 2, 3, 9, 8, 7)) == [2, 3]
 
 
+def test_renewed_pages_are_evicted_last_and_not_used() -> None:
+    host = HostPages(4)
+    put(host, keys(1, 2))
+    put(host, keys(3, 4))
+    host.pin(host.places(keys(1)))
+    assert host.renew(keys(1, 2, 9)) == 1
+    put(host, keys(5, 6))
+    assert host.missing(keys(1, 2, 3, 4)) == [2, 3]
+    assert host.use(keys(2), times=1).size == 1
+    assert not host.worth_keeping(host.places(keys(2)), 2, 0).any()
+
+
 def test_pinned_pages_stay_and_oversized_reservations_are_refused() -> None:
     host = HostPages(4)
     put(host, keys(1, 2, 3))

@@ -39,7 +39,7 @@ def test_uses_on_the_device_are_reported_at_powers_of_two() -> None:
 
 def test_kv_for_one_use_is_not_stored() -> None:
     linker: Any = TierLinker.__new__(TierLinker)
-    linker.parent = None
+    linker.before = ()
     keys = {1: "ext:once:recorded:a", 2: None, 3: "tenant"}
     tree: Any = SimpleNamespace(
         tree_core=SimpleNamespace(prefetch_anchor_info=lambda node: (keys[node], "salt")),

@@ -320,6 +320,20 @@ def test_uses_before_a_flush_count_for_demotion(page: int) -> None:
     machine.close()
 
 
+def test_a_prompt_larger_than_host_memory_keeps_its_first_pages(page: int) -> None:
+    """It is computed and stored in parts, and the parts before the last one are not evicted."""
+    machine = Machine(page, 4)
+    machine.store(keys(8, 9), places(8, 9))
+    prompt = keys(1, 2, 3, 4, 5, 6)
+    for begin in range(0, 6, 2):
+        part = prompt[begin : begin + 2]
+        machine.stack.stores.store(part, places(*range(begin, begin + 2)), prompt[:begin])
+        machine.until(machine.stack.stores.completed)
+        assert machine.stack.stores.pop() is (begin < 4)
+    assert machine.stack.host.lookup(prompt) == 4
+    machine.close()
+
+
 def test_a_store_without_room_for_all_pages_fails(machine: Machine) -> None:
     machine.store(keys(*range(16)), places(*range(16)))
     machine.stack.host.pin(np.arange(16))
