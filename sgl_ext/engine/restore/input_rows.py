@@ -71,10 +71,10 @@ class InputRows(StageInputs):
 
     # --- their stores, in the order of those of the KV --------------------------------------------
 
-    def store(self, keys: Sequence[Key], blocks: Pages, parent: Key | None = None) -> None:
+    def store(self, keys: Sequence[Key], blocks: Pages, before: Sequence[Key] = ()) -> None:
         known = self._known.reshape(-1, self._page)[blocks].all(axis=1)
         whole = np.flatnonzero(known).tolist()
-        self.stack.stores.store([keys[at] for at in whole], blocks[whole], parent)
+        self.stack.stores.store([keys[at] for at in whole], blocks[whole], before)
 
     def completed(self) -> int:
         return self.stack.stores.completed()
