@@ -64,7 +64,8 @@ class Demotion:
         after = 0 if always else self._lower.keep_after
         if after is None:
             after = store_after(self._costs, self._host.reuse, self._lower.tier.name)
-        due = pages[self._host.due_again(pages, self._number)]
+        # Not of pages that are to be kept by all means: their owner asks next whether they are.
+        due = _NONE if always else pages[self._host.due_again(pages, self._number)]
         if len(due) and len(due := due[~np.isin(due, np.concatenate([_NONE, *self.pinned]))]):
             self._host.mark_copied(due, self._number, False)
         worth = self._host.worth_keeping(pages, after, self._number)

@@ -7,6 +7,7 @@ import fcntl
 import json
 import logging
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from sgl_ext.tiers.arena import VERSION, layout_digest, stride_of
 _PREFIX = "sgl_ext-v"
 _LARGEST_LAYOUT = 1 << 16
 """Most bytes of a layout description that are read."""
+_PROBED_S = 0.5
+"""Longest time for which :func:`_in_use` of other processes may hold a lock, in seconds."""
 _LAYOUT, _LOCK, PAGES = "layout.json", "LOCK", "pages"
 
 logger = logging.getLogger(__name__)
@@ -77,16 +80,27 @@ class Folder:
             self._lock = -1
 
     def _acquire(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not self._locked():
             pid = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
             raise ExtError(
                 f"{self.path} is in use by process {pid}; stop that server, or give this one "
                 "another directory"
-            ) from None
+            )
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def _locked(self) -> bool:
+        """Takes the lock; another process that opens a folder may hold it for a moment."""
+        end = time.monotonic() + _PROBED_S
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    return False
+                time.sleep(0.01)
+            else:
+                return True
 
     def _check(self, layout: Layout) -> None:
         file = self.path / _LAYOUT

@@ -219,7 +219,7 @@ class Stores:
         """
         # Pages of the same prompt are not evicted for these: without them, these are of no use.
         held = self._host.renew([*before, *keys])
-        missing = wanted[: self._host.room - held]
+        missing = wanted[: max(self._host.room - held, 0)]
         self._host.refuse(len(wanted) - len(missing))
         last = keys[missing[0] - 1 : missing[0]] if missing and missing[0] else before[-1:]
         after = self._host.place(last[0] if last else None)

@@ -179,11 +179,12 @@ class StoredContexts:
         return True
 
     def waits(self, rid: str) -> bool:
-        """Returns whether a request follows a context that is neither open nor known to fail."""
+        """Returns whether a request follows a context that is neither open nor known to fail, or
+        gives way to another one."""
         follower = self._followers.get(rid)
         if follower is None or follower.tokens:
             return False
-        return any(map(self._open.waits, follower.ids))
+        return any(map(self._open.waits, follower.ids)) or self._gives_way(follower)
 
     def context(self, follower: Follower) -> Attended:
         """Returns the open context of a request that runs, or those of several as one."""
@@ -258,6 +259,8 @@ class StoredContexts:
         all the time, others would never be opened. Requests give way after half of the time that
         the older one waits.
         """
+        if follower.recorded is not None:  # records take no places
+            return False
         late = time.monotonic() - self._config.wait / 2
         return any(
             other.tried and other.tried < late and other.since < follower.since

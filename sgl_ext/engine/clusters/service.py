@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from sgl_ext.chunks.compose import marked
 from sgl_ext.clusters.about import About
 from sgl_ext.clusters.arrays import DamagedError
 from sgl_ext.clusters.files import names, own_folders, remove, require, require_writable, unknown
@@ -105,7 +106,7 @@ class StoredService(Front):
         """Replaces the texts of prompts by token ids, without the first token of a text (BOS) where
         a prompt follows a context: the context has it.
 
-        Does nothing for models without such a token.
+        Does nothing for models without such a token, and for requests that SGLang will refuse.
 
         Args:
             follow: whether each prompt, or all of them, follow a context.
@@ -113,7 +114,11 @@ class StoredService(Front):
         tokenizer, text = self._manager.tokenizer, request.text
         texts = [text] if isinstance(text, str) else text
         each = [follow] * len(texts) if isinstance(follow, bool) else [*follow]
-        if not tokenizer.encode("", add_special_tokens=True) or len(each) != len(texts):
+        strange = len(each) != len(texts) or not all(isinstance(one, str) for one in texts)
+        # A prompt with chunks is not encoded here, and may not follow a context.
+        if tokenizer is None or strange or any(map(marked, texts)):
+            return
+        if not tokenizer.encode("", add_special_tokens=True):
             return
         ids = [
             tokenizer.encode(one, add_special_tokens=not follows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable
-from http import HTTPStatus
 from typing import Any, TypeVar
 
 from sgl_ext.engine.core.sglang_types import GenerateReqInput, TokenizerManager
@@ -12,8 +11,9 @@ from sgl_ext.errors import ExtError
 
 T = TypeVar("T")
 
-_BUSY = {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}
-"""Status of requests that SGLang rejects because its queue is full, or others have priority."""
+_BUSY = ("The request queue is full", "The request is aborted by a higher priority request")
+"""Beginnings of the messages of requests that SGLang rejects because of its load. A request that
+fails for another reason, such as a damaged record, has the same status."""
 
 _ASKING = "_ext_asking"
 """Attribute of SGLang's ``TokenizerManager``: ``id()`` of the extension's requests in progress."""
@@ -77,7 +77,7 @@ class OwnRequests:
         except ValueError as error:  # SGLang raises it for an invalid request
             raise ExtError(f"{self._what} was not computed: {error}") from None
         except HTTPException as error:  # and this one for an aborted request with a status
-            what = AbortedError if error.status_code in _BUSY else ExtError
+            what = AbortedError if str(error.detail).startswith(_BUSY) else ExtError
             raise what(f"{self._what} was not computed: {error.detail}") from None
         finally:
             self._asking.discard(id(request))

@@ -317,7 +317,7 @@ class Power(Generic[SectionT]):
         """Is called before SGLang's radix tree drops all cached KV, if there are tiers."""
 
     def weights_changed(self) -> None:
-        """Is called before an update of the model's weights."""
+        """Is called after a change of the model's weights, before anything else uses them."""
 
     def describe(self) -> Mapping[str, object] | None:
         """Returns the power's part of ``/server_info``; None if it has none."""

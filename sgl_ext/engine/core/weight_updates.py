@@ -11,11 +11,13 @@ listeners: set[Callable[[], None]] = set()
 """Functions that are called before the weights change, also where the extension is not active."""
 
 _UNCHANGED = (
-    "Failed to get weights iterator", "Failed to update weights: ",
-    "a weight-update session is already open", "update_weights_from_distributed must run between",
+    "Failed to get weights iterator",
+    "a weight-update session is already open",
+    "update_weights_from_distributed must run between",
     "update_weights_from_tensor must run between",
-)  # fmt: skip
-"""Beginnings of SGLang's messages of updates that it has rejected or undone."""
+)
+"""Beginnings of SGLang's messages of updates that it has rejected. What it calls a rollback may
+have loaded the new weights."""
 _WEIGHTS = "weights"
 """SGLang's tag of the weights among the memory that is released and resumed."""
 

@@ -21,6 +21,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.utils.auth import add_api_key_middleware
 from test_cluster_fuzz import GEOMETRY, OPTIONS, TOKENS, recorded_context
 
+from sgl_ext.chunks.compose import mark
 from sgl_ext.clusters import records
 from sgl_ext.clusters.about import About
 from sgl_ext.clusters.build import build
@@ -482,6 +483,11 @@ def test_texts_of_prompts_that_follow_a_context_have_no_first_token(
     other: Any = SimpleNamespace(text="ab", input_ids=None, sampling_params={})
     service.accept(other)
     assert (other.text, other.input_ids) == ("ab", None)
+    linked: Any = SimpleNamespace(
+        text=[mark("ctx-a"), "c"], input_ids=None, sampling_params=[plain, dict(follows)]
+    )
+    service.accept(linked)  # chunks replace the mark
+    assert linked.text == [mark("ctx-a"), "c"]
 
 
 def test_store_queue_is_bounded_and_cancelled_with_its_clients(

@@ -22,6 +22,7 @@ from sgl_ext.engine.chunks.report import COUNTED
 from sgl_ext.engine.core import runtime
 from sgl_ext.engine.core.meta_info import told
 from sgl_ext.engine.core.power import Power
+from sgl_ext.engine.core.requests import retractable
 from sgl_ext.engine.step import admission, budget
 from sgl_ext.engine.swap import out
 from sgl_ext.engine.swap.ahead import SwapAhead
@@ -390,7 +391,7 @@ def test_a_swapped_request_does_not_wait_for_chunks(
 def running(at: int, tokens: int, group: object = None) -> Any:
     """Returns a running request that arrived at time ``at`` and holds ``tokens`` tokens of KV."""
     return SimpleNamespace(
-        finished=lambda: False, priority=0, beam_group=group,
+        finished=lambda: False, priority=0, beam_group=group, session=None,
         time_stats=SimpleNamespace(wait_queue_entry_time=at),
         kv=SimpleNamespace(kv_allocated_len=tokens),
     )  # fmt: skip
@@ -406,6 +407,13 @@ def preempting(reqs: list[Any], released: list[int], **more: Any) -> Any:
         running_batch=batch, preempt_list=[], priority_scheduling_preemption_threshold=1,
         memory_budget=SimpleNamespace(total_offset=0), **more,
     )  # fmt: skip
+
+
+def test_requests_whose_kv_stays_with_a_session_are_not_preempted() -> None:
+    for streaming in (False, True):
+        req = running(0, 16)
+        req.session = SimpleNamespace(streaming=streaming)
+        assert retractable(req) is not streaming
 
 
 def test_beam_groups_are_never_preempted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -317,6 +317,7 @@ def test_forwards_are_timed_on_the_stream_that_they_run_on(overlap: bool, stream
         (None, False, "Weights were updated, but the cache was not flushed because", True),
         (None, False, "update_weights_from_tensor must run between begin_weight_update()", False),
         (None, False, "an error that is not known", True),
+        (None, False, "Failed to update weights: no memory.\nRolling back to original", True),
         (["kv_cache"], True, "", False),
         (["kv_cache", "weights"], True, "", True),
     ],

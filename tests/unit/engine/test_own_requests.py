@@ -44,15 +44,22 @@ def test_cancelled_request_is_aborted() -> None:
     assert aborted == ["named by SGLang"]
 
 
-@pytest.mark.parametrize(("status", "again"), [(429, True), (503, True), (400, False)])
-def test_a_request_may_be_sent_again_if_the_server_was_busy(status: int, again: bool) -> None:
+@pytest.mark.parametrize(
+    ("message", "again"),
+    [
+        ("The request queue is full.", True),
+        ("The request is aborted by a higher priority request.", True),
+        ("a part of the record is damaged", False),
+    ],
+)
+def test_a_request_may_be_sent_again_if_the_server_was_busy(message: str, again: bool) -> None:
     class Manager:
         async def generate_request(self, request: Any) -> AsyncIterator[Any]:
-            raise HTTPException(status, "The request queue is full.")
+            raise HTTPException(503, message)
             yield request
 
     manager: Any = Manager()
     request: Any = SimpleNamespace(rid=None)
-    with pytest.raises(ExtError, match=r"a chunk was not computed: The request queue") as raised:
+    with pytest.raises(ExtError, match=f"a chunk was not computed: {message}") as raised:
         asyncio.run(OwnRequests(manager, "a chunk").answer(request))
     assert isinstance(raised.value, AbortedError) is again

@@ -124,6 +124,7 @@ def test_requests_that_hold_a_block_are_retracted() -> None:
             name=row,
             finished=lambda row=row: row == 3,
             beam_group=None,
+            session=None,
             kv=SimpleNamespace(req_pool_idx=None if row == 3 else row, kv_allocated_len=length),
         )
         for row, length in enumerate(lengths)
