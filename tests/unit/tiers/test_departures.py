@@ -53,6 +53,16 @@ def test_many_pages_leave_through_little_host_memory(machine: Machine) -> None:
         machine.stack.host.clear()
 
 
+def test_pages_that_were_used_again_leave_once_a_tier_has_them(machine: Machine) -> None:
+    """Their uses alone do not make a tier take them anew, while they wait to leave."""
+    departures = Departures(machine.stack, lambda: 1.0)  # never gives up waiting
+    names, blocks = NAMES[:4], np.arange(4)
+    machine.store(names, blocks)
+    machine.stack.used(names, 2)
+    machine.until(lambda: departures.leave(names, blocks))
+    assert {*names} <= {*machine.shelf.pages}
+
+
 def test_pages_leave_in_any_case_when_no_tier_takes_them(machine: Machine) -> None:
     now = 1.0
     departures = Departures(machine.stack, lambda: now)

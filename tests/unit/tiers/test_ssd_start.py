@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,6 +129,19 @@ def test_a_second_server_is_refused_without_the_lock_file(
         SsdTier(host, engine, [tmp_path], 1 << 20)
     assert all(put(tier, host, 1))
     tier.close()
+
+
+def test_a_lock_that_another_start_probes_is_awaited(
+    engine: TransferEngine, tmp_path: Path
+) -> None:
+    host = arena(engine, 4)
+    SsdTier(host, engine, [tmp_path], 1 << 20).close()
+    probe = os.open(folder(tmp_path) / "LOCK", os.O_RDONLY)
+    fcntl.flock(probe, fcntl.LOCK_SH)
+    released = threading.Timer(0.1, os.close, [probe])
+    released.start()
+    SsdTier(host, engine, [tmp_path], 1 << 20).close()
+    released.join()
 
 
 def test_a_full_disk_at_the_first_start_is_refused(
