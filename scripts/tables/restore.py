@@ -65,18 +65,6 @@ TABLES: dict[str, Table | Figures] = {
             for title, key in (("TTFT p50", "p50"), ("p90", "p90"))
         ],
     ),
-    "restore-long": Table(
-        "restore-long",
-        "loading 4,096 tokens takes as long as computing them",
-        systems("recompute", "load", "cake", "shortest"),
-        [
-            Column(
-                f"{tokens:,} tokens", "ttft_ms_p50", S_OF_MS,
-                {"what": "alone, loading takes 1 of computing", "tokens": tokens},
-            )
-            for tokens in (16_384, 32_768)
-        ],
-    ),
     "restore-arrivals": Table(
         _BATCHES,
         "one after another",

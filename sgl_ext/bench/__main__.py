@@ -35,7 +35,7 @@ BENCHES = {
 }
 """Module of each benchmark. The benchmark of a power has the power's name."""
 
-_QUICK_MINUTES = {"chunks": 25, "clusters": 8, "overhead": 5, "peer": 10, "restore": 10}
+_QUICK_MINUTES = {"chunks": 25, "clusters": 15, "overhead": 5, "peer": 10, "restore": 15}
 """Estimated minutes of ``--quick`` on two cores, rounded up."""
 
 
@@ -48,8 +48,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="measure only a few rounds: up to 5 minutes on 2 cores for most benchmarks, about 8 "
-        "for clusters, 10 for peer and restore, 25 for chunks and 42 for together",
+        help="measure only a few rounds: up to 5 minutes on 2 cores for most benchmarks, about 10 "
+        "for peer, 15 for clusters and restore, 25 for chunks and 42 for together",
     )
     parser.add_argument("--out", type=Path, default=Path("bench-results"), metavar="DIR")
     parser.add_argument(
