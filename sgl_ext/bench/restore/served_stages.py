@@ -37,7 +37,8 @@ _CHUNK = 512
 _SETTLED_S = 3.0
 """Seconds after which all stages have stored what the first one has."""
 _TOLERANCE = 1e-3
-"""Limit of the difference of log-probabilities: forwards of other sizes round differently."""
+"""Limit of the difference of log-probabilities in float32: forwards of other sizes round
+differently."""
 Times = Mapping[str, Mapping[int, list[float]]]
 """TTFT in seconds by system and length of the context, in the order of the requests."""
 
@@ -134,7 +135,10 @@ def _system(
         restores: whether it has the restore section.
         in_sequence: whether a stage begins to restore when the one before it has computed the step.
     """
-    arguments = (*base(_POOL), "--pp-size", str(stages), "--chunked-prefill-size", str(_CHUNK))
+    arguments = (
+        *base(_POOL), "--pp-size", str(stages), "--chunked-prefill-size", str(_CHUNK),
+        "--dtype", "float32",
+    )  # fmt: skip
     if directory is None:
         return server.System(name, (*arguments, "--disable-radix-cache"))
     ssd: dict[str, Any] = {"directories": [str(directory)], "capacity": "4GiB", "keep_after": 1}
