@@ -32,6 +32,15 @@ def open_own(file: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
     return opened
 
 
+def flush(path: Path) -> None:
+    """Flushes a file or a directory to its device, so that it survives a power failure."""
+    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
 def make_own_folder(folder: Path) -> None:
     """Creates a folder that only this user can enter; an existing one gets the mode 0700.
 

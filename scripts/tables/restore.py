@@ -51,20 +51,6 @@ TABLES: dict[str, Table | Figures] = {
             for tokens in (256, 512, 1024, 2048)
         ],
     ),
-    "restore-three-stages": Table(
-        "restore-three-stages",
-        "a server of three stages",
-        {
-            "recomputes": {"system": "recompute"},
-            "loads": {"system": "load"},
-            "restores one stage after the other": {"system": "one stage after the other"},
-            "restores its stages at once": {"system": "stages at once"},
-        },
-        [
-            Column(f"2,048 tokens: {title}", f"ttft_ms_{key}", S_OF_MS, {"tokens": 2048})
-            for title, key in (("TTFT p50", "p50"), ("p90", "p90"))
-        ],
-    ),
     "restore-arrivals": Table(
         _BATCHES,
         "one after another",

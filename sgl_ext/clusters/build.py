@@ -28,6 +28,7 @@ from sgl_ext.clusters.profile import Options, Profile
 from sgl_ext.clusters.recorded import Recorded, RecordedLayer
 from sgl_ext.clusters.stored import Layer, Stored, files_of, out_of_range, require_no_loss
 from sgl_ext.errors import ExtError, reason_of
+from sgl_ext.own_files import flush
 
 _WRITTEN = 4096
 """Blocks that are written at a time."""
@@ -100,17 +101,17 @@ def build(
                 new.append(scratch_of(index))
             try:
                 save(arrays, scratch_of(index), about)
-                _sync(scratch_of(index))
+                flush(scratch_of(index))
             except OSError as error:
                 if error.errno in FULL:
                     raise no_room(device, index.parent, about.index_bytes, error) from None
                 raise
         for directory in directories:
-            _sync(directory)
+            flush(directory)
         for index in reversed(indexes):
             new.append(index)
             scratch_of(index).rename(index)  # the context is stored from here on
-            _sync(index.parent)
+            flush(index.parent)
     except BaseException as error:
         for path in reversed(new):
             with suppress(OSError):  # the next start of a server removes it
@@ -141,15 +142,6 @@ def new_about(
         geometry, tokens, fitted.sinks, fitted.window, devices, fitted.subspaces,
         tokens - fitted.sinks - fitted.window, salt, copies, block=fitted.block,
     )  # fmt: skip
-
-
-def _sync(path: Path) -> None:
-    """Flushes a file or a directory to its device, so that it survives a power failure."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _allocate(file: BinaryIO, device: int, directory: Path, size: int) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import Layout
-from sgl_ext.own_files import make_own_folder, open_own
+from sgl_ext.own_files import flush, make_own_folder, open_own
 from sgl_ext.tiers.arena import VERSION, layout_digest, stride_of
 
 _PREFIX = "sgl_ext-v"
@@ -122,14 +122,9 @@ class Folder:
         with os.fdopen(open_own(draft), "w") as sink:
             sink.truncate()
             json.dump(expected, sink, indent=2)
-            sink.flush()
-            os.fsync(sink.fileno())
+        flush(draft)
         draft.replace(file)
-        folder = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)  # without the description, all pages are deleted
-        finally:
-            os.close(folder)
+        flush(self.path)  # without the description, all pages are deleted
 
 
 def _description(layout: Layout) -> dict[str, object]:

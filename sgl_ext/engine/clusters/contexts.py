@@ -179,8 +179,8 @@ class StoredContexts:
         return True
 
     def waits(self, rid: str) -> bool:
-        """Returns whether a request follows a context that is neither open nor known to fail, or
-        gives way to another one."""
+        """Returns whether a request is held back: its context is neither open nor known to fail, or
+        an older request is to be admitted first."""
         follower = self._followers.get(rid)
         if follower is None or follower.tokens:
             return False
@@ -253,11 +253,12 @@ class StoredContexts:
             self._open.begin(id_, follower.recorded, needed)
 
     def _gives_way(self, follower: Follower) -> bool:
-        """Returns whether a request is to wait for an older one, whose context has no place.
+        """Returns whether an older request, whose context cannot be opened yet, is to be admitted
+        first.
 
-        A context is closed when no request follows it. If new requests followed all open contexts
-        all the time, others would never be opened. Requests give way after half of the time that
-        the older one waits.
+        A context is closed only when no request follows it, so that a steady stream of new requests
+        for the open contexts would starve the older request. It takes precedence when it has waited
+        for half of ``clusters.wait``.
         """
         if follower.recorded is not None:  # records take no places
             return False

@@ -118,7 +118,7 @@ class TierLinker(UnifiedCacheLinker):
         self.layer_done_counter = self.stack.loads.layers
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
         self._offloads: deque[tuple[Sequence[Key], Download, Sequence[Key]]] = deque()
-        """Offloads that have not begun: keys, slots and the key of the page before."""
+        """Offloads that have not begun: keys, slots and the keys of the pages before."""
         self._uses: OrderedDict[Node, int] = OrderedDict()
         self._ranks = params.attn_tp_cache_group or params.tp_cache_group
 

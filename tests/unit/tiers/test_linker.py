@@ -1,4 +1,4 @@
-"""Tests of the tier linker, of what a server would show only by its speed."""
+"""Tests of the tier linker: the uses that it counts, and the KV that it does not store."""
 
 from __future__ import annotations
 
