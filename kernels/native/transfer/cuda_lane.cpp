@@ -183,10 +183,7 @@ void CudaLane::begin(const Piece& piece, CudaRuntime::Stream stream, int error) 
     if (error != 0) {
       // A fence must neither wait for the other pieces nor take the ticket for dispatched until
       // `finish` drops them.
-      if (!piece.ticket->failure_) {
-        piece.ticket->failure_ = Failure{outcome.code, failed.op, outcome.message};
-      }
-      piece.ticket->drop_rest();
+      fail(failed, outcome);
     } else {
       piece.ticket->marked_ = event;
       channels_[static_cast<std::size_t>(piece.ticket->level)].in_flight.push_back({piece, event});

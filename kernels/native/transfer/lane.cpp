@@ -110,6 +110,12 @@ bool Lane::may_take(unsigned levels) const {
   return false;
 }
 
+void Lane::fail(const Piece& piece, const Outcome& outcome) {
+  Ticket& ticket = *piece.ticket;
+  if (!ticket.failure_) ticket.failure_ = Failure{outcome.code, piece.op, outcome.message};
+  ticket.drop_rest();
+}
+
 void Lane::finish(const Piece& piece, Outcome outcome) {
   Ended ended;
   {
@@ -120,12 +126,7 @@ void Lane::finish(const Piece& piece, Outcome outcome) {
     load.bytes -= piece.bytes;
     --ticket.pieces_in_flight_;
     ticket.bytes_done_.fetch_add(outcome.bytes, std::memory_order_relaxed);
-    if (outcome.code != 0) {
-      if (!ticket.failure_) {
-        ticket.failure_ = Failure{outcome.code, piece.op, std::move(outcome.message)};
-      }
-      ticket.drop_rest();
-    }
+    if (outcome.code != 0) fail(piece, outcome);
     if (outcome.cancelled) {
       ticket.cancelled_ = true;
       ticket.drop_rest();

@@ -101,6 +101,9 @@ class Lane : public std::enable_shared_from_this<Lane> {
   // Reports the outcome of a piece and publishes the tickets that it finishes.
   // Called without mutex_ held.
   void finish(const Piece& piece, Outcome outcome);
+  // Records the failure of a piece, unless its ticket has failed before, and drops the pieces that
+  // have not started. Called with mutex_ held.
+  static void fail(const Piece& piece, const Outcome& outcome);
 
   // Calls `use(run, op)` for each run of a piece.
   template <class Use>
