@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,33 +12,12 @@ import msgspec
 from sgl_ext.chunks.composition import Composition, LinkedChunk
 from sgl_ext.chunks.contexts import Context
 from sgl_ext.errors import ExtError
+from sgl_ext.marks import MARK
 
-_OPEN, _CLOSE = "\ue0c0", "\ue0c1"
-_MARK = re.compile(rf"{_OPEN}(ctx-[\w-]+){_CLOSE}", re.ASCII)
-"""Pattern of a mark. Icon fonts use both characters, so other text may contain them, too."""
 _MOST = 1000
 
 NAMESPACE = "ext:chunk"
 """SGLang's ``extra_key`` under which the KV of chunks is cached."""
-
-
-def mark(id_: str) -> str:
-    """Returns the mark that stands for a context within plain text.
-
-    A mark is enclosed in private-use characters, which chat templates do not change. A mark that a
-    user writes by hand grants no more access than the id itself.
-    """
-    return f"{_OPEN}{id_}{_CLOSE}"
-
-
-def ids_in(text: str) -> list[str]:
-    """Returns the ids of all contexts that are marked in ``text``, in order."""
-    return _MARK.findall(text)
-
-
-def marked(text: str) -> bool:
-    """Returns whether any context is marked in ``text``."""
-    return _MARK.search(text) is not None
 
 
 @dataclass(frozen=True)
@@ -128,7 +106,7 @@ def _linked(context: Context, at: int, preparation: int) -> LinkedChunk:
 
 def _parts(text: str, context_of: Callable[[str], Context]) -> Iterator[str | Context]:
     end = 0
-    for match in _MARK.finditer(text):
+    for match in MARK.finditer(text):
         if match.start() > end:
             yield text[end : match.start()]
         yield context_of(match[1])

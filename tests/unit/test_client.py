@@ -13,9 +13,9 @@ import pytest
 import requests
 from context_kit import ContextServer, context_server
 
-from sgl_ext.chunks.compose import mark
 from sgl_ext.client import ContextCache, ContextInfo, part
 from sgl_ext.errors import ExtError, UnknownContextError
+from sgl_ext.marks import mark
 
 
 @pytest.fixture(scope="module")

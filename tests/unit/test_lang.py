@@ -13,9 +13,9 @@ import sglang as sgl
 from context_kit import ContextServer, context_server
 from sglang.lang.backend.base_backend import BaseBackend
 
-from sgl_ext.chunks.compose import mark
 from sgl_ext.errors import ExtError, UnknownContextError
 from sgl_ext.lang import chunk
+from sgl_ext.marks import mark
 
 ID = "ctx-0123456789-_abcdefghij"
 

@@ -143,8 +143,8 @@ class Load:
 
     def linked(self, server: Server) -> dict[str, Any]:
         """Links a chunk in two ways; returns the answer of the one that recomputes all of it."""
-        from sgl_ext.chunks.compose import mark
         from sgl_ext.client import ContextCache
+        from sgl_ext.marks import mark
 
         lead, chunk, question = self._parts
         cache = ContextCache(server.url, timeout=60)

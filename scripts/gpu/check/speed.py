@@ -73,8 +73,8 @@ def idle_cost(setup: Setup, outcome: Outcome, stock: Server, ours: Server) -> No
 
 def linked(setup: Setup, outcome: Outcome, stock: Server, ours: Server) -> None:
     """Measures TTFT of prompts of 8k tokens that are eight chunks in changing orders."""
-    from sgl_ext.chunks.compose import mark
     from sgl_ext.client import ContextCache
+    from sgl_ext.marks import mark
 
     chance = random.Random(setup.options.seed)  # noqa: S311
     size = setup.scale(1000, 100)

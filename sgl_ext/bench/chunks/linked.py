@@ -10,11 +10,11 @@ from typing import Any
 from sgl_ext.bench.chunks.prompts import Prompt, Template, document_prompts
 from sgl_ext.bench.data.questions import SETS, Question, QuestionSet, questions
 from sgl_ext.bench.harness.metrics import samples
-from sgl_ext.chunks.compose import mark
 from sgl_ext.chunks.methods import BLEND_LAYERS, PASSAGES
 from sgl_ext.client import ContextCache
 from sgl_ext.config import Chunks
 from sgl_ext.errors import ExtError
+from sgl_ext.marks import mark
 from sgl_ext.serving import server
 
 PAGE = 16

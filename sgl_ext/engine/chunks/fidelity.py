@@ -18,11 +18,11 @@ from typing import Protocol
 
 import requests
 
-from sgl_ext.chunks.compose import mark
 from sgl_ext.chunks.divergence import Distribution, mean_divergence
 from sgl_ext.client import ContextCache, ContextInfo
 from sgl_ext.distributions import distributions
 from sgl_ext.errors import ExtError
+from sgl_ext.marks import mark
 
 SALT = "ext:fidelity"
 """``cache_salt`` of the probe's requests."""

@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary
 
 from sglang.lang.ir import SglExpr
 
-from sgl_ext.chunks.compose import mark
 from sgl_ext.client import ContextCache
 from sgl_ext.engine.core import hooks
 from sgl_ext.engine.core.hooks import Original
 from sgl_ext.errors import ExtError, UnknownContextError
+from sgl_ext.marks import mark
 
 _ID = re.compile(r"ctx-[\w-]+")
 _MOST = 10_000

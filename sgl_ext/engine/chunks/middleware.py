@@ -10,11 +10,11 @@ import orjson
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sgl_ext.chunks.compose import ids_in, mark
 from sgl_ext.chunks.contexts import Contexts
 from sgl_ext.engine.chunks.parameters import MARKED
 from sgl_ext.engine.front.errors import refusal
 from sgl_ext.errors import ExtError
+from sgl_ext.marks import ids_in, mark
 
 _PART = "ext_context"
 """Type of a part of a message or of a prompt that names a context."""

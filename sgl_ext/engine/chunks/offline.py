@@ -9,7 +9,6 @@ from pydantic import ValidationError
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sgl_ext import distributions
-from sgl_ext.chunks.compose import mark
 from sgl_ext.chunks.divergence import Distribution
 from sgl_ext.client import ContextInfo
 from sgl_ext.engine.chunks import fidelity
@@ -18,6 +17,7 @@ from sgl_ext.engine.chunks.service import ContextService, attached_contexts, con
 from sgl_ext.engine.core.activation import carried_by
 from sgl_ext.engine.front.fronts import add_front
 from sgl_ext.errors import ExtError
+from sgl_ext.marks import mark
 
 T = TypeVar("T")
 

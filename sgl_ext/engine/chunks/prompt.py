@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from sgl_ext.chunks.compose import compose, marked
+from sgl_ext.chunks.compose import compose
 from sgl_ext.chunks.contexts import Context, Contexts
 from sgl_ext.engine.chunks.parameters import COMPOSITION, MARKED
 from sgl_ext.engine.core.sglang_types import GenerateReqInput, TokenizerManager
 from sgl_ext.engine.front.custom_params import STORED, custom_params
 from sgl_ext.errors import ExtError
+from sgl_ext.marks import marked
 
 _UNSERVED = (
     ("input_ids", "its tokens are computed from its text"),

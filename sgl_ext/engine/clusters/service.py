@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from sgl_ext.chunks.compose import marked
 from sgl_ext.clusters.about import About
 from sgl_ext.clusters.arrays import DamagedError
 from sgl_ext.clusters.files import names, own_folders, remove, require, require_writable, unknown
@@ -24,6 +23,7 @@ from sgl_ext.engine.core.power import Front
 from sgl_ext.engine.core.sglang_types import GenerateReqInput, TokenizerManager
 from sgl_ext.engine.front.custom_params import STORED, custom_params
 from sgl_ext.errors import ExtError, UnknownContextError
+from sgl_ext.marks import marked
 
 logger = logging.getLogger(__name__)
 

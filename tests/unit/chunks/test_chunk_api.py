@@ -24,7 +24,6 @@ from fastapi.testclient import TestClient
 from pydantic import ValidationError
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sgl_ext.chunks.compose import mark
 from sgl_ext.chunks.contexts import Context
 from sgl_ext.chunks.kept import KeptContexts
 from sgl_ext.chunks.split import Split
@@ -37,6 +36,7 @@ from sgl_ext.engine.chunks.service import ALONE, ContextService
 from sgl_ext.engine.front import client_gone
 from sgl_ext.engine.front.errors import refusal
 from sgl_ext.errors import ExtError
+from sgl_ext.marks import mark
 
 JSON = {"content-type": "application/json"}
 

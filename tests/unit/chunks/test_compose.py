@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from sgl_ext.chunks.compose import compose, ids_in, mark, marked
+from sgl_ext.chunks.compose import compose
 from sgl_ext.chunks.composition import LinkedChunk
 from sgl_ext.chunks.contexts import Context
 from sgl_ext.errors import ExtError, UnknownContextError
+from sgl_ext.marks import ids_in, mark, marked
 
 CONTEXTS = {
     id_: Context(id_, None, tokens, method, before, recompute, 0, None, None)

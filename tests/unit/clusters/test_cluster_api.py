@@ -21,7 +21,6 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.utils.auth import add_api_key_middleware
 from test_cluster_fuzz import GEOMETRY, OPTIONS, TOKENS, recorded_context
 
-from sgl_ext.chunks.compose import mark
 from sgl_ext.clusters import records
 from sgl_ext.clusters.about import About
 from sgl_ext.clusters.build import build
@@ -46,6 +45,7 @@ from sgl_ext.engine.front.client_gone import ClientGoneError, while_connected
 from sgl_ext.engine.front.custom_params import STORED
 from sgl_ext.engine.front.errors import refusal
 from sgl_ext.errors import ExtError
+from sgl_ext.marks import mark
 from sgl_ext.memory.rope import Rope
 from sgl_ext.memory.transfer import TransferEngine
 
