@@ -198,7 +198,8 @@ def _long(report: Report, model: Path, out: Path, sizes: _Sizes) -> None:
         token_bytes = stored / sum(each.length // PAGE * PAGE for each in contexts)
         rate = round(_REFERENCE * token_bytes / computing[reference.name])
         names = [CAKE, OURS, RECOMPUTE, LOAD]
-        staging = f"{round(sizes.pool / 2 * token_bytes)}B"
+        # A prefix is loaded only as far as staging holds it.
+        staging = f"{round((max(sizes.long) + _REFERENCE) * token_bytes)}B"
         running = systems(names, filled, Path(scratch), sizes.pool, staging, rate, *more)
         with server.serve(running, model, logs) as servers:
             _alone(report, servers, longer, 1, 1.0, first=reference)
