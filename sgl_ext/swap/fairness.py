@@ -53,8 +53,18 @@ class Policy(Protocol):
     def step(self, present: Collection[Candidate]) -> None:
         """Sets the levels of the requests of the iteration that begins."""
 
+    def ended(self, one: Candidate) -> None:
+        """Is called when a request has ended; it may have run between two iterations only."""
 
-class FirstCome:
+
+class _Policy:
+    """Policy to which it does not matter that a request has ended."""
+
+    def ended(self, one: Candidate) -> None:
+        """Does nothing."""
+
+
+class FirstCome(_Policy):
     """First come, first served: the request that arrived last is preempted first."""
 
     def __init__(self) -> None:
@@ -69,7 +79,7 @@ class FirstCome:
                 one.level = -self._came
 
 
-class Static:
+class Static(_Policy):
     """Static priorities: levels follow the given priorities, with ageing against starvation.
 
     Args:
@@ -91,7 +101,7 @@ class Static:
             one.level = one.given + risen
 
 
-class RoundRobin:
+class RoundRobin(_Policy):
     """Round robin: each request runs for a quantum in turn.
 
     Args:
@@ -149,18 +159,24 @@ class TokenCounter:
                 del served[client]
         self._there = there
         for one in present:
-            if one not in charged:
-                if not one.running:
-                    continue
-                served[one.client] += self._prompt * one.prompt
-                charged[one] = 0
-            served[one.client] += self._generated * (one.generated - charged[one])
-            charged[one] = one.generated
+            if one.running or one in charged:
+                self._charge(one)
         for one in present:
             one.level = -(served[one.client] // self._quantum)
 
+    def ended(self, one: Candidate) -> None:
+        self._charge(one)
 
-class Trace:
+    def _charge(self, one: Candidate) -> None:
+        """Counts what a request has computed and generated since it was charged last."""
+        served = self._served.get(one.client, 0)
+        if (charged := self._charged.get(one)) is None:
+            served, charged = served + self._prompt * one.prompt, 0
+        self._served[one.client] = served + self._generated * (one.generated - charged)
+        self._charged[one] = one.generated
+
+
+class Trace(_Policy):
     """Priorities that change at a given rate, for measurements and tests (FastSwitch §4.2).
 
     The level that a request draws depends on its name, the update, the seed and, for ``markov``,

@@ -508,6 +508,7 @@ class ServerArgs(Protocol):
     disable_priority_preemption: bool
     max_queued_requests: int | None
     schedule_low_priority_values_first: bool
+    schedule_policy: str
     cuda_graph_config: Any
     enable_torch_compile: bool
     enable_two_batch_overlap: bool

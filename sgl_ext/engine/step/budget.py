@@ -101,8 +101,11 @@ def _select(original: Original, adder: PrefillAdder, req: Req, **kw: Any) -> obj
 def _continue(original: Original, adder: PrefillAdder, req: Req) -> object:
     ext = runtime.current
     setattr(adder, CONTINUING, True)
+    # With mixed chunks, SGLang takes the running requests off the budget, of which those that were
+    # resumed have cost nothing.
+    spent = adder.rem_chunk_tokens is not None and adder.rem_chunk_tokens <= 0
     if ext is not None and (
-        not all(power.plan(adder, req) for power in ext.inside_out) or _full(adder)
+        not all(power.plan(adder, req) for power in ext.inside_out) or spent or _full(adder)
     ):
         _reserve(adder, req, req.prefix_len)
         setattr(adder, PARKED, True)

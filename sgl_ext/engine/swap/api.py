@@ -10,7 +10,7 @@ from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.requests import present
 from sgl_ext.engine.core.sglang_types import Scheduler, TokenizerManager
-from sgl_ext.engine.swap.priorities import give_to
+from sgl_ext.engine.swap.priorities import LEAST, MOST, give_to
 from sgl_ext.errors import ExtError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class GivePriority(BaseModel):
     rid: Annotated[str, Field(min_length=1, max_length=1000)]
     """The request's ``rid``, or the ``id`` of its answer. For several answers (``n`` > 1), the
     ``id`` of one of them, as SGLang gives each a ``rid`` of its own."""
-    priority: Annotated[StrictInt, Field(ge=-(1 << 31), lt=1 << 31)]
+    priority: Annotated[StrictInt, Field(ge=LEAST, le=MOST)]
     """Priority; larger is more urgent, unless ``--schedule-low-priority-values-first`` is set."""
 
 
@@ -88,7 +88,7 @@ def useless(policy: str, by_priority: bool) -> str | None:
 def _set(original: Original, state: Any, request: Any) -> object:
     """Sets priorities in the scheduler; other settings go to SGLang's method."""
     asked = {
-        key.removeprefix(_KEY): int(value)
+        key.removeprefix(_KEY): value
         for key, value in request.server_args.items()
         if key.startswith(_KEY)
     }
@@ -96,7 +96,9 @@ def _set(original: Original, state: Any, request: Any) -> object:
         return original(state, request)
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
-    done = [_give(state.scheduler, rid, priority) for rid, priority in asked.items()]
+    # SGLang's own route takes any number, such as NaN, and has no bounds.
+    valid = all(isinstance(value, int) and LEAST <= value <= MOST for value in asked.values())
+    done = [valid and _give(state.scheduler, rid, priority) for rid, priority in asked.items()]
     return SetInternalStateReqOutput(updated=all(done))
 
 

@@ -153,7 +153,12 @@ def displace(adder: PrefillAdder, req: Req, lacking: float) -> bool:
 
     sign = -1 if get_schedule().schedule_low_priority_values_first else 1
     batch = adder.running_batch
-    able = [one for one in batch.reqs if retractable(one) and one not in adder.preempt_list]
+    # The memory of an aborted request is free at the end of the step.
+    able = [
+        one
+        for one in batch.reqs
+        if retractable(one) and one.to_finish is None and one not in adder.preempt_list
+    ]
     reserved = adder._get_running_request_total_token_offset
     running = [
         Running(sign * one.priority, _arrival(one), one.kv.kv_allocated_len + reserved(one))

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_ORDERS = ("fcfs", "lof")
+"""SGLang's orders of requests that it combines with priorities."""
+
 
 class SwapPower(Power[Swap]):
     """Swapping of preempted requests, whose KV is kept in host memory.
@@ -90,6 +93,12 @@ class SwapPower(Power[Swap]):
                 f"swap.policy {policy} sets priorities itself and does not support "
                 "--schedule-low-priority-values-first or --disable-priority-preemption; remove "
                 "these options, or set swap.policy to sglang"
+            )
+        if server_args.schedule_policy not in _ORDERS:
+            raise ActivationError(
+                f"swap.policy {policy} makes SGLang schedule by priority, which it does only with "
+                f"--schedule-policy {' or '.join(_ORDERS)}, found {server_args.schedule_policy}; "
+                "choose one of these, or set swap.policy to sglang"
             )
         if server_args.radix_eviction_policy == "priority":
             raise ActivationError(
@@ -255,6 +264,7 @@ class SwapPower(Power[Swap]):
 
     def released(self, tree: RadixTree, req: Req, checkpointed: bool) -> None:
         out.ended(self.manager, tree, req)
+        priorities.ended(self.priorities, req)
 
     def forget(self, rid: str) -> None:
         self.manager.drop(rid)

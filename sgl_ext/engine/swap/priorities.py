@@ -20,8 +20,12 @@ from sgl_ext.swap.fairness import (
     Trace,
 )
 
-_UNSET = {None, sys.maxsize, -sys.maxsize - 1}
-"""Values of SGLang for requests that were submitted without a priority."""
+LEAST, MOST = -(1 << 31), (1 << 31) - 1
+"""Bounds of given priorities. Levels, which ageing raises, must fit into 64 bits in SGLang's tree.
+"""
+_UNSET = {None, -sys.maxsize - 1}
+"""Values of SGLang for requests that were submitted without a priority, where the larger one is
+preferred."""
 _CANDIDATE = "_sgl_ext_candidate"
 """Attribute of SGLang's ``Req``: its :class:`Candidate`."""
 
@@ -85,6 +89,10 @@ class Priorities:
             req.priority = one.level
         self._known = {rid: one for rid, (_, one) in present.items()}
 
+    def ended(self, one: Candidate) -> None:
+        """Tells the policy that a request has ended."""
+        self._policy.ended(one)
+
     def give(self, rid: str, priority: int) -> bool:
         """Gives a request another priority; returns False if the policy has not seen it."""
         if (one := self._known.get(rid)) is None:
@@ -94,10 +102,19 @@ class Priorities:
 
 
 def given(req: Req) -> int:
-    """Returns the priority that a request was submitted with or given since; 0 without one."""
+    """Returns the priority that a request was submitted with or given since, within the bounds; 0
+    without one."""
     if (one := getattr(req, _CANDIDATE, None)) is not None:
         return int(one.given)
-    return 0 if req.priority in _UNSET else int(req.priority)
+    return 0 if req.priority in _UNSET else min(max(int(req.priority), LEAST), MOST)
+
+
+def ended(priorities: Priorities | None, req: Req) -> None:
+    """Tells the policy that a request has ended, with all that it has generated."""
+    one = getattr(req, _CANDIDATE, None)
+    if priorities is not None and one is not None and one.name == req.rid and req.finished():
+        one.generated = len(req.output_ids)
+        priorities.ended(one)
 
 
 def give_to(req: Req, priority: int) -> None:

@@ -391,7 +391,7 @@ def test_a_swapped_request_does_not_wait_for_chunks(
 def running(at: int, tokens: int, group: object = None) -> Any:
     """Returns a running request that arrived at time ``at`` and holds ``tokens`` tokens of KV."""
     return SimpleNamespace(
-        finished=lambda: False, priority=0, beam_group=group, session=None,
+        finished=lambda: False, priority=0, beam_group=group, session=None, to_finish=None,
         time_stats=SimpleNamespace(wait_queue_entry_time=at),
         kv=SimpleNamespace(kv_allocated_len=tokens),
     )  # fmt: skip
@@ -414,6 +414,16 @@ def test_requests_whose_kv_stays_with_a_session_are_not_preempted() -> None:
         req = running(0, 16)
         req.session = SimpleNamespace(streaming=streaming)
         assert retractable(req) is not streaming
+
+
+def test_aborted_requests_are_not_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory is free at the end of the step; a preempted one would be computed again."""
+    schedule = SimpleNamespace(schedule_low_priority_values_first=False)
+    monkeypatch.setattr(runtime_context, "get_schedule", lambda: schedule)
+    req = running(0, 100)
+    req.to_finish = object()
+    adder = preempting([req], [], _get_running_request_total_token_offset=lambda _req: 0)
+    assert not out.displace(adder, running(5, 0), 50)
 
 
 def test_beam_groups_are_never_preempted(monkeypatch: pytest.MonkeyPatch) -> None:

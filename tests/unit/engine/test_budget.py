@@ -172,6 +172,18 @@ def test_a_part_waits_for_running_requests_that_have_all_memory() -> None:
         assert budget.memory_budget.total_offset == (100 + 416 + 9 if waits else 100)
 
 
+@pytest.mark.parametrize(("left", "waits"), [(-1, True), (0, True), (16, False)])
+def test_a_part_waits_for_a_budget(left: int, waits: bool) -> None:
+    """Mixed chunks take running requests off the budget, also those that were resumed."""
+    req = SimpleNamespace(
+        rid="plain", prefix_len=64, full_untruncated_fill_ids=[0] * 480, output_ids=[],
+        sampling_params=SimpleNamespace(max_new_tokens=9),
+    )  # fmt: skip
+    budget = adder(left)
+    assert _continue(lambda _adder, _req: None, budget, req) is (req if waits else None)
+    assert getattr(budget, PARKED, False) == waits
+
+
 @pytest.mark.parametrize(("free", "limit"), [(300, 288), (5, 16), (4000, 512)])
 def test_a_part_takes_no_more_than_the_free_memory(free: int, limit: int) -> None:
     """Running requests have reserved more than there is. SGLang would take a whole chunk."""

@@ -122,6 +122,19 @@ def test_a_prompt_counts_when_it_is_computed() -> None:
     assert (one.level, other.level) == (-100, -10)
 
 
+def test_requests_that_end_within_an_iteration_count() -> None:
+    policy = TokenCounter(quantum=1)
+    other = Candidate("b", "b", prompt=10, running=True)
+    for number in range(3):
+        short = Candidate(f"a{number}", "a", prompt=10)
+        policy.step([short, other])
+        short.generated = 1
+        policy.ended(short)  # it was prefilled and has ended before the next iteration
+        policy.ended(short)  # counted once
+    policy.step([last := Candidate("a", "a"), other])
+    assert (last.level, other.level) == (-36, -10)
+
+
 def test_a_returning_client_accumulates_no_unused_service() -> None:
     policy, one, other = TokenCounter(quantum=1), Candidate("a", "a"), Candidate("b", "b")
     policy.step([one])

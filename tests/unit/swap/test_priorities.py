@@ -140,10 +140,30 @@ def test_radix_eviction_by_priority_is_refused() -> None:
     off = dict.fromkeys(fields, 0) | {"disaggregation_mode": "null"}
     args = SimpleNamespace(
         **off, schedule_low_priority_values_first=False, disable_priority_preemption=False,
-        radix_eviction_policy="priority",
+        radix_eviction_policy="priority", schedule_policy="fcfs",
     )  # fmt: skip
     swap = {"capacity": "1MiB", "policy": "fcfs"}
     tiers = {"host": {"capacity": "1MiB"}}
     with pytest.raises(ActivationError, match=r"swap\.policy fcfs .* --radix-eviction-policy"):
         power({"tiers": tiers, "swap": swap}).declare(args)
+    args.schedule_policy = "lpm"
+    with pytest.raises(
+        ActivationError, match=r"only with --schedule-policy fcfs or lof, found lpm"
+    ):
+        power({"tiers": tiers, "swap": swap}).declare(args)
     power({"tiers": tiers, "swap": {"capacity": "1MiB"}}).declare(args)
+
+
+@pytest.mark.parametrize(
+    ("priority", "given"),
+    [(LEAST, 0), (None, 0), (3, 3), (sys.maxsize, (1 << 31) - 1), (LEAST + 1, -(1 << 31))],
+)
+def test_given_priorities_leave_room_for_ageing(priority: int, given: int) -> None:
+    """SGLang takes any integer of 64 bits, and its tree raises OverflowError for a larger level."""
+    req = request("one", priority)
+    found = priorities_of(Swap(capacity=1 << 20, policy="static", ageing=1))
+    assert found is not None
+    for step in range(99):
+        found.step([req], [], step)
+    assert priorities.given(req) == given
+    assert req.priority == given + 99

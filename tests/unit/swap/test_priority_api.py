@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,3 +91,21 @@ def test_the_route_requires_the_admin_key_if_one_is_set() -> None:
         assert client.post("/ext/swap/priority", json=BODY, headers=headers).status_code == code, (
             keys
         )
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 1.5, 1 << 31, 1 << 63, -(1 << 31) - 1])
+def test_no_other_number_is_set_through_the_route_of_sglang(
+    value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(priority_api, "_give", lambda *asked: given.append(asked[-1]) or True)
+    state = SimpleNamespace(scheduler=None)
+
+    def set_to(number: float) -> Any:
+        asked = SimpleNamespace(server_args={"sgl_ext.priority/x": number})
+        return priority_api._set(lambda *_: None, state, asked)
+
+    assert not set_to(value).updated
+    assert given == []
+    assert set_to(7).updated
+    assert given == [7]
