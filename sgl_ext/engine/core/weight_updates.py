@@ -18,8 +18,6 @@ _UNCHANGED = (
 )
 """Beginnings of SGLang's messages of updates that it has rejected. What it calls a rollback may
 have loaded the new weights."""
-_WEIGHTS = "weights"
-"""SGLang's tag of the weights among the memory that is released and resumed."""
 
 
 def _changing(original: Original, updater: object, asked: object, *args: object) -> object:
@@ -32,7 +30,7 @@ def _changing(original: Original, updater: object, asked: object, *args: object)
     unchanged = False
     try:
         result = original(updater, asked, *args)
-        unchanged = _same(asked, result)
+        unchanged = _rejected(result)
     finally:
         if not unchanged and (ext := runtime.current) is not None:
             for power in ext.outside_in:
@@ -40,10 +38,8 @@ def _changing(original: Original, updater: object, asked: object, *args: object)
     return result
 
 
-def _same(asked: object, result: object) -> bool:
-    """Returns whether an update has left the weights as they were."""
-    if tags := getattr(asked, "tags", None):  # of memory that is resumed
-        return _WEIGHTS not in tags
+def _rejected(result: object) -> bool:
+    """Returns whether SGLang has rejected an update, which has left the weights as they were."""
     message = getattr(result, "message", None)
     failed = getattr(result, "success", True) is False
     return failed and isinstance(message, str) and message.startswith(_UNCHANGED)
@@ -63,6 +59,5 @@ HOOKS = tuple(
         "update_weights_from_distributed",
         "update_weights_from_tensor",
         "update_weights_from_ipc",
-        "resume_memory_occupation",
     )
 )

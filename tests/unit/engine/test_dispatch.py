@@ -310,31 +310,24 @@ def test_forwards_are_timed_on_the_stream_that_they_run_on(overlap: bool, stream
 
 
 @pytest.mark.parametrize(
-    ("tags", "success", "message", "changed"),
+    ("success", "message", "changed"),
     [
-        (None, True, "Succeeded to update model weights.", True),
-        (None, False, "Failed to get weights iterator: no such folder.", False),
-        (None, False, "Weights were updated, but the cache was not flushed because", True),
-        (None, False, "update_weights_from_tensor must run between begin_weight_update()", False),
-        (None, False, "an error that is not known", True),
-        (None, False, "Failed to update weights: no memory.\nRolling back to original", True),
-        (["kv_cache"], True, "", False),
-        (["kv_cache", "weights"], True, "", True),
+        (True, "Succeeded to update model weights.", True),
+        (False, "Failed to get weights iterator: no such folder.", False),
+        (False, "Weights were updated, but the cache was not flushed because", True),
+        (False, "update_weights_from_tensor must run between begin_weight_update()", False),
+        (False, "an error that is not known", True),
+        (False, "Failed to update weights: no memory.\nRolling back to original", True),
     ],
 )
 def test_powers_are_told_of_weights_that_have_changed_only(
-    monkeypatch: pytest.MonkeyPatch,
-    tags: list[str] | None,
-    success: bool,
-    message: str,
-    changed: bool,
+    monkeypatch: pytest.MonkeyPatch, success: bool, message: str, changed: bool
 ) -> None:
     told: list[str] = []
     ext = SimpleNamespace(outside_in=[SimpleNamespace(weights_changed=lambda: told.append("ext"))])
     monkeypatch.setattr(runtime, "current", ext)
     result = SimpleNamespace(success=success, message=message)
-    asked = SimpleNamespace(tags=tags)
-    assert weight_updates.HOOKS[0].function(lambda *_: result, None, asked) is result
+    assert weight_updates.HOOKS[0].function(lambda *_: result, None, None) is result
     assert told == ["ext"] * changed
 
 
@@ -347,7 +340,7 @@ def test_powers_are_told_of_weights_if_the_update_raises(monkeypatch: pytest.Mon
         raise RuntimeError("half of it")
 
     with pytest.raises(RuntimeError, match="half"):
-        weight_updates.HOOKS[0].function(update, None, SimpleNamespace(tags=None))
+        weight_updates.HOOKS[0].function(update, None, None)
     assert told == ["ext"]
 
 
