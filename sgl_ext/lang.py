@@ -13,7 +13,8 @@ def chunk(text_or_id: str, method: str | None = None) -> Any:
     A text is put into the context cache of the program's backend when a program first evaluates
     it. All programs on this backend then share the context, which is created again if the server
     has dropped it. The backend must be a ``RuntimeEndpoint`` of a server with a ``chunks``
-    section. A failure during evaluation becomes the error of the program (``state.error()``).
+    section. At least two tokens must lie between a chunk and ``select``, which needs their
+    logprobs. A failure during evaluation becomes the error of the program (``state.error()``).
 
     Args:
         text_or_id: A text, or the id of a context. A string of the form ``ctx-…`` is an id.

@@ -40,7 +40,8 @@ class Context:
     blend: int
     """Percentage of its tokens that CacheBlend selects for recomputation where it is linked."""
     salt: str | None
-    """``cache_salt`` of the tenant; other tenants have no access to the context."""
+    """``cache_salt`` of the tenant; other tenants have no access to the context. SGLang takes an
+    empty salt for none."""
     expires: float | None
     """Expiry on the registry's clock, in seconds; None if it does not expire."""
     query: int = 0
@@ -152,8 +153,8 @@ class Contexts:
         expires = None if ttl is None else self.clock() + ttl
         id_ = f"ctx-{secrets.token_urlsafe(_ID_BYTES)}"
         context = Context(
-            id_, text, tuple(tokens), method, tuple(before), tuple(recompute), blend, salt, expires,
-            query,
+            id_, text, tuple(tokens), method, tuple(before), tuple(recompute), blend, salt or None,
+            expires, query,
         )  # fmt: skip
         if keep and self.keeper is not None:
             self.keeper.add(context, ttl)
@@ -188,7 +189,7 @@ class Contexts:
         """
         self._expire()
         context = self._contexts.get(id_)
-        if context is None or context.salt != salt:
+        if context is None or context.salt != (salt or None):
             raise UnknownContextError(
                 f"context {id_!r} not found: it does not exist or no longer exists; create it again"
             )
@@ -203,13 +204,13 @@ class Contexts:
         Returns None if there is none.
         """
         self._expire()
-        ids = self._by_text.get((salt, text))
+        ids = self._by_text.get((salt or None, text))
         return None if ids is None else self.get(ids[-1], salt)
 
     def all(self, salt: str | None = None) -> list[Context]:
         """Returns the tenant's contexts, the least recently used first."""
         self._expire()
-        return [context for context in self._contexts.values() if context.salt == salt]
+        return [context for context in self._contexts.values() if context.salt == (salt or None)]
 
     def pin(self, id_: str, salt: str | None = None, *, pinned: bool) -> Context:
         """Pins or unpins a context, returns it and marks it as used.

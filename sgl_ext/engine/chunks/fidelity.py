@@ -110,12 +110,20 @@ class Probe:
             ) from None
 
     def _measure(self) -> Fidelity:
-        created = [
-            *self._contexts.create(_NOTES[:2], method="primed", prefix=_LEAD),
-            *self._contexts.create(_NOTES, prefix=_LEAD),
-            *self._contexts.create(_NOTES[:1], method="full"),
-        ]
-        ids = [context.id for context in created]
+        ids: list[str] = []
+        try:
+            for notes, options in (
+                (_NOTES[:2], {"method": "primed", "prefix": _LEAD}),
+                (_NOTES, {"prefix": _LEAD}),
+                (_NOTES[:1], {"method": "full"}),
+            ):
+                ids += [context.id for context in self._contexts.create(notes, **options)]
+            return self._differences(ids)
+        finally:  # else they would prime the notes of another probe
+            for id_ in ids:
+                self._contexts.delete(id_)
+
+    def _differences(self, ids: Sequence[str]) -> Fidelity:
         # The second note was computed behind the lead and the first note, as it is linked here.
         there = _LEAD + mark(ids[-1]) + mark(ids[1]) + _QUESTION
         exact = self._differ(_NOTES[:2], there)
@@ -126,8 +134,6 @@ class Probe:
             )
             for order in list(permutations(range(4)))[5::8]
         ]
-        for id_ in ids:
-            self._contexts.delete(id_)
         return Fidelity(exact, mean(moved))
 
     def _differ(self, notes: Sequence[str], linked: str) -> float:

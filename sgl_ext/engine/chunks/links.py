@@ -148,10 +148,10 @@ class ChunkLinks:
             for one in found.values():
                 self._search.let_go(one)
             found, spared = {}, here
-        if not self._divides:
-            self.forget(req.rid)
-        elif computing:
+        if computing and self._divides:
             self._search.forget(req.rid)
+        elif computing:
+            self.forget(req.rid)
         tokens = len(req.origin_input_ids)
         plan = PrefillPlan([Span(0, tokens, Compute())])
         self._requests[req.rid] = LinkedRequest(
@@ -172,6 +172,8 @@ class ChunkLinks:
 
     def admitted(self, req: Req) -> None:
         """Counts the uses of the chunks of an acquired request that was admitted."""
+        if not self._divides:
+            self.forget(req.rid)  # not before: SGLang may have refused the request until now
         if (request := self._requests.get(req.rid)) is not None:
             request.prefix = req.prefix_len  # including what SGLang has loaded since
             for found in request.found.values():

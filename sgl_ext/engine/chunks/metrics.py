@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -33,11 +34,20 @@ class ChunksMetrics:
 
     def count(self, linked: Linked) -> None:
         """Counts an admitted request, and its tokens by the source of their KV."""
-        method = linked["method"]
+        method = _kind(linked["method"])
         self._requests.of(method).inc()
         numbers: Mapping[str, object] = linked
         for name, counter in self._tokens.items():
             counter.of(method).inc(float(numbers[name]))  # type: ignore[arg-type]
+
+
+def _kind(method: str) -> str:
+    """Returns the kind of a link method, such as ``lego``; ``several`` for more than one method.
+
+    Clients choose methods with any number, and their order in a prompt; a label may have only a few
+    values.
+    """
+    return "several" if "/" in method else re.sub(r"-\d+$", "", method)
 
 
 def export(found: Fidelity, method: str, metrics: Metrics) -> None:

@@ -52,6 +52,8 @@ class Found:
     tokens of a page, plus the offset in the page; -1 for tokens whose KV is not there."""
     origin: int
     """Position at which the first token was computed."""
+    node: object
+    """Last node of the radix tree whose KV on the device belongs to the text."""
     lock: TreeLock
     keys: Sequence[Key]
     """Pages that are pinned in host memory."""
@@ -169,12 +171,13 @@ class ChunkSearch:
             every = (pages[:, None] * page + np.arange(page)).ravel()
             here = every[max(start - begin, 0) : end - begin]
             places[: (held := len(here))] = here
-        return Found(slots, places, start, lock, keys[: len(pages)], pages, held)
+        return Found(slots, places, start, node, lock, keys[: len(pages)], pages, held)
 
     def used(self, found: Found) -> None:
-        """Counts a use of the pages in host memory."""
+        """Counts a use of the pages on the device and in host memory."""
         if self._tiers is not None:
             self._tiers.holds.used(found.keys)
+            self._tree.linker.cache_linker.used_in_device(self._tree.tree_core, found.node)
 
     def let_go(self, found: Found) -> None:
         self._tree.unlock(found.lock)

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sgl_ext.engine.core.power import Answer
 
-PATHS = ("/v1/chat/completions", "/v1/completions")
+PATHS = ("/v1/chat/completions", "/v1/completions", "/invocations")
 _KEY = "sgl_ext_reports"
 """Key of the reports in the state of an HTTP request, which SGLang passes to its manager."""
 _EVENT, _END = b"data: {", b"\n\n"

@@ -25,7 +25,7 @@ def interrupt(power: RestorePower, scheduler: Scheduler, running: ScheduleBatch)
     from sglang.srt.mem_cache.common import release_kv_cache
 
     req = scheduler.chunked_req
-    if req is None or not _keeps(req) or power.owned(req):
+    if req is None or not _keeps(req) or power.bound(req):
         return None
     restores = power.planner.computes(req.rid)
     if not (_starves(scheduler, running) and (restores or len(running.reqs) == 1)):

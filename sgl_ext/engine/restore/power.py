@@ -254,6 +254,10 @@ class RestorePower(Power[Restore]):
         """Returns whether another power provides or records the KV of a request."""
         return self._ext.owner(req) is not None
 
+    def bound(self, req: Req) -> bool:
+        """Returns whether a power needs all of a prompt's forwards, as one that records them."""
+        return self._ext.owner(req) not in (None, self._ext.chunks)
+
     def _restores(self, rid: str) -> bool:
         return rid in self.prefixes or self.planner.restores(rid)
 

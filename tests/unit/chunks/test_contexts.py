@@ -245,3 +245,11 @@ def test_changes_are_undone_in_their_order() -> None:
     assert contexts.find("1") == same
     assert two.id in contexts
     assert probe.id not in contexts
+
+
+def test_an_empty_salt_is_none() -> None:
+    contexts = Contexts(limit=9, clock=Clock())
+    made = contexts.create((1,), method="naive", text="text", salt="")
+    assert made.salt is None
+    assert contexts.get(made.id) is contexts.get(made.id, "") is contexts.find("text", "")
+    assert contexts.all("") == contexts.all() == [made]

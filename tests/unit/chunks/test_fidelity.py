@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from sgl_ext.engine.chunks.fidelity import Fidelity, require
+from sgl_ext.engine.chunks.fidelity import Fidelity, Probe, require
 from sgl_ext.errors import ExtError
 
 
@@ -27,3 +29,24 @@ def test_an_inexact_chunk_in_its_own_place_is_refused(exact: float) -> None:
 def test_divergence_above_the_configured_bound_is_refused(divergence: float) -> None:
     with pytest.raises(ExtError, match=r"more than chunks.largest_divergence = 0\.5"):
         require(Fidelity(0.0, divergence), "lego-16", 0.5)
+
+
+@pytest.mark.parametrize("fails", ["create", "ask"])
+def test_an_interrupted_probe_leaves_no_contexts(fails: str) -> None:
+    """They would prime the contexts of another probe."""
+    left: list[str] = []
+
+    def create(texts: list[str], method: str | None = None, **_more: Any) -> list[Any]:
+        if method == "full" and fails == "create":
+            raise KeyboardInterrupt
+        ids = [f"ctx-{len(left) + number}" for number, _ in enumerate(texts)]
+        left.extend(ids)
+        return [SimpleNamespace(id=id_) for id_ in ids]
+
+    def ask(*_asked: Any) -> Any:
+        raise KeyboardInterrupt
+
+    contexts: Any = SimpleNamespace(create=create, delete=left.remove)
+    with pytest.raises(KeyboardInterrupt):
+        Probe(lambda text, _first: [*map(ord, text)], contexts, ask).measure()
+    assert left == []

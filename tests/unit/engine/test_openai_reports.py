@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 from sgl_ext.engine.front import openai_reports
 from sgl_ext.engine.front.openai_reports import OpenaiReports
 
-CHAT, COMPLETIONS = openai_reports.PATHS
+CHAT, COMPLETIONS, INVOCATIONS = openai_reports.PATHS
 TIERS, CHUNKS = {"power": "tiers", "exact": True}, {"power": "chunks", "exact": False}
 
 
@@ -48,7 +48,7 @@ def client(answers: list[Any], body: Any, *, status: int = 200) -> TestClient:
 
         return StreamingResponse(chunks(), media_type="text/event-stream")
 
-    for path in (CHAT, COMPLETIONS, "/generate"):
+    for path in (CHAT, COMPLETIONS, INVOCATIONS, "/generate"):
         app.add_api_route(path, respond, methods=["POST"])
     app.add_middleware(OpenaiReports)
     return TestClient(app)

@@ -129,6 +129,18 @@ def test_a_prompt_that_loads_nothing_is_interrupted_for_the_last_running_request
     assert setup.planner.interrupted == 0
 
 
+def test_only_prompts_with_chunks_are_interrupted_though_a_power_provides_their_kv(
+    setup: Setup,
+) -> None:
+    links, records = (SimpleNamespace(owns=lambda _req: True) for _ in range(2))
+    ext = setup.power._ext = SimpleNamespace(owner=lambda _req: links, chunks=links)  # type: ignore[assignment]
+    assert not setup.power.bound(setup.long) and setup.power.owned(setup.long)
+    ext.owner = lambda _req: records
+    assert setup.power.bound(setup.long)
+    ext.owner = lambda _req: None
+    assert not setup.power.bound(setup.long) and not setup.power.owned(setup.long)
+
+
 @pytest.mark.parametrize(
     "why",
     [
@@ -155,7 +167,7 @@ def test_a_prompt_is_not_interrupted_without_benefit(
         case "not cached":
             setup.long.skip_radix_cache_insert = True
         case "recorded":
-            monkeypatch.setattr(setup.power, "owned", lambda _req: True)
+            monkeypatch.setattr(setup.power, "bound", lambda _req: True)
     before = [*setup.scheduler.waiting_queue]
     assert not setup.step()
     assert setup.scheduler.chunked_req is setup.long
