@@ -103,6 +103,8 @@ class Agreement(ABC):
     ) -> Found:
         """Returns what all stages have for a request; ready when the request can be admitted.
 
+        Before it is ready, its pages are 0 until all stages have reported theirs.
+
         Args:
             version: number of the question, the same in all stages.
             found: what this stage has.
@@ -153,7 +155,7 @@ class FirstStage(Agreement):
         elif len(reports) == self._others.stages and all(each.ready for each in every):
             landed = all(each.landed for each in every)
             ready = landed or not awaited()
-            agreed = Found(min(each.pages for each in every) if ready else 0, ready, landed)
+            agreed = Found(min(each.pages for each in every), ready, landed)
         else:
             agreed = Found(0, ready=False)
         self._others.send(Answer(rid, version, agreed))

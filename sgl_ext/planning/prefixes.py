@@ -43,7 +43,12 @@ class Prefixes:
         here = self._stack.host.lookup(keys)
         self._missing[rid] = len(keys) - here
         if self._stack.enabled:
-            self._planner.load(Want(_name(rid), (Run(keys, begin, here),)))
+            name, page = _name(rid), self._planner.page
+            run = self._planner.run(name)
+            if run is not None and run.start + run.here * page > begin + here * page:
+                # Pages before those that were asked for have been evicted from the device since.
+                self._planner.release(name)
+            self._planner.load(Want(name, (Run(keys, begin, here),)))
         return here
 
     def lacks(self, rid: str, pages: int) -> None:

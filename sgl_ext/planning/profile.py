@@ -133,8 +133,12 @@ def _read(path: Path) -> Profile:
 
 
 def known(directory: Path) -> Iterable[Profile]:
-    """Yields all profiles of this version; skips unreadable files."""
-    for path in directory.glob("*.json"):
+    """Yields all profiles of this version; skips unreadable ones."""
+    try:
+        paths = [*directory.glob("*.json")]
+    except OSError:  # of a directory that may not be entered
+        return
+    for path in paths:
         try:
             found = _read(path)
         except (OSError, ValueError):

@@ -68,10 +68,12 @@ class StagedPrefixes(Prefixes):
             return 0
         kept = self._kept.get(rid)
         if kept is None or kept.begin != begin:
-            self._let_go(rid)
+            if kept is not None:  # else pages may have been loaded since the request's arrival
+                self._let_go(rid)
             self._versions += 1
             kept = self._kept[rid] = Kept(self._versions, begin)
         found = self._find(rid, keys, kept)
+        self.lacks(rid, len(keys) - found.pages)
         agreed = self._agreement.prefix(
             rid, kept.version, found, awaited=lambda: self._awaited(rid)
         )
@@ -82,7 +84,12 @@ class StagedPrefixes(Prefixes):
                 f"{most}; restart the server, and report the configuration"
             )
         self._ready[rid] = agreed.ready
-        return agreed.pages
+        if agreed.pages:
+            self._decided(rid, keys, kept, agreed.pages)
+        return agreed.pages if agreed.ready else 0
+
+    def _decided(self, rid: str, keys: Sequence[Key], kept: Kept, pages: int) -> None:
+        """Is called when the stages have agreed on the first ``pages`` of a request's pages."""
 
     def _begin(self, rid: str, keys: Sequence[Key], begin: int) -> None:
         """Begins to load pages of a request that has arrived."""

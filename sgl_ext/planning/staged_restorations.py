@@ -59,6 +59,8 @@ class _Found:
     pages: int
     here: int
     """Number of leading pages that host memory had already."""
+    asked: int
+    """Number of pages that tiers are asked for: those of all stages once these have agreed."""
 
 
 class StagedRestorations(StagedPrefixes):
@@ -88,7 +90,15 @@ class StagedRestorations(StagedPrefixes):
         self._inputs = inputs
         self._running = running
         self._restorable: dict[str, _Found] = {}
+        self._excluded: set[str] = set()
         self._admitted: dict[str, Admitted] = {}
+
+    def exclude(self, rid: str) -> None:
+        """Has a request's prefix loaded, and none of it computed, until the request is forgotten.
+
+        Stages compute a prefix from its token ids alone.
+        """
+        self._excluded.add(rid)
 
     def admitted(self) -> list[Admitted]:
         """Returns the requests of the next forward whose prefixes are to be restored."""
@@ -123,7 +133,14 @@ class StagedRestorations(StagedPrefixes):
         self._admitted.clear()
         super().clear()
 
+    def forget(self, rid: str) -> None:
+        super().forget(rid)
+        self._excluded.discard(rid)
+
     def _begin(self, rid: str, keys: Sequence[Key], begin: int) -> None:
+        if rid in self._excluded:
+            super()._begin(rid, keys, begin)
+            return
         if not self._stack.enabled:
             return
         here = self._host.lookup(keys)
@@ -132,6 +149,8 @@ class StagedRestorations(StagedPrefixes):
             self._inputs.begin(rid, keys[here:], begin + here * self._planner.page)
 
     def _find(self, rid: str, keys: Sequence[Key], kept: Kept) -> Found:
+        if rid in self._excluded:
+            return super()._find(rid, keys, kept)
         if not self._stack.enabled:
             return Found(0, ready=True)
         name = _name(rid)
@@ -140,8 +159,8 @@ class StagedRestorations(StagedPrefixes):
             self._planner.release(name)
         here = self._host.lookup(keys)
         if (found := self._restorable.get(rid)) is not None:
-            self._planner.restore(self._want(rid, keys, kept.begin, found.here))
-            return Found(found.pages, ready=True, landed=not self._planner.loads(name))
+            self._planner.restore(self._want(rid, keys[: found.asked], kept.begin, found.here))
+            return Found(found.pages, ready=True, landed=self._landed(name))
         self._planner.restore(self._want(rid, keys, kept.begin, here))
         self._keep(kept, keys[:here])
         if self._planner.undecided(name):
@@ -160,8 +179,19 @@ class StagedRestorations(StagedPrefixes):
             pages = run.here + known
             if pages <= here:
                 return Found(here, ready=True)
-        self._restorable[rid] = _Found(pages, run.here)
-        return Found(pages, ready=True, landed=not self._planner.loads(name))
+        self._restorable[rid] = _Found(pages, run.here, len(keys))
+        return Found(pages, ready=True, landed=self._landed(name))
+
+    def _landed(self, name: Name) -> bool:
+        return not (self._planner.undecided(name) or self._planner.loads(name))
+
+    def _decided(self, rid: str, keys: Sequence[Key], kept: Kept, pages: int) -> None:
+        """Has tiers asked for the pages that will be restored: they load from the last one on."""
+        found = self._restorable.get(rid)
+        if found is not None and found.here < pages < min(found.asked, found.pages):
+            self._planner.release(_name(rid))
+            found.asked = pages
+            self._planner.restore(self._want(rid, keys[:pages], kept.begin, found.here))
 
     def _awaited(self, rid: str) -> bool:
         """Returns whether waiting for the pages costs less than the running requests would lose.
@@ -169,6 +199,8 @@ class StagedRestorations(StagedPrefixes):
         Waiting costs this request the seconds of loading, computing costs each running request its
         own seconds. A tier that hangs is not waited for longer than the time allowed.
         """
+        if rid in self._excluded:
+            return super()._awaited(rid)
         if not self._planner.patient(_name(rid)):
             return False
         costs = self._planner.costs
@@ -191,7 +223,7 @@ class StagedRestorations(StagedPrefixes):
     def _let_go(self, rid: str) -> None:
         super()._let_go(rid)
         self._restorable.pop(rid, None)
-        self._planner.release(_name(rid))
+        self._planner.take(_name(rid))
         if self._inputs is not None:
             self._inputs.forget(rid)
 

@@ -117,7 +117,8 @@ def _as_many_pages(config: Tiers, kv: Layout, rows: Layout) -> Tiers:
     return config.model_copy(
         update={
             "host": host and host.model_copy(update={"capacity": less(host.capacity)}),
-            "ssd": ssd and ssd.model_copy(update={"capacity": less(ssd.capacity)}),
+            # Rows are used only where the KV is restored: an SSD with KV and no rows is no use.
+            "ssd": ssd and ssd.model_copy(update={"capacity": less(ssd.capacity), "keep_after": 1}),
             "staging": less(config.staging),
             "remote": None,
             "layout": "token_major",

@@ -86,6 +86,11 @@ class StagedRestorePower(Power[Restore]):
 
             self._metrics = RestoreMetrics(ext.metrics)
 
+    def matching(self, req: Req, prefix: int) -> None:  # noqa: ARG002
+        """Excludes prompts whose tokens alone do not determine their KV, and those of sessions."""
+        if req.session is not None or req.multimodal_inputs is not None:
+            self.prefixes.exclude(req.rid)
+
     def receive(self, original: Original, scheduler: Scheduler, batch: ScheduleBatch) -> object:
         """Surrounds the wait for what the stage before this one computes of the next batch."""
         received: Any = original(scheduler) if self._in_sequence else None

@@ -74,6 +74,8 @@ class Look(NamedTuple):
     first: int
     aborted: bool = False
     """Whether the request is aborted instead, and comes again."""
+    early: bool = False
+    """Whether it is looked up outside of the common steps before."""
 
 
 class Stage:
@@ -95,6 +97,10 @@ class Stage:
                 continue
             named = names(look.rid)
             self.prefixes.matching(look.rid)
+            if look.early:
+                with self.prefixes.early():
+                    assert self.prefixes.lookup(look.rid, named) == 0
+                self.machine.poll()
             begin = look.first * self.machine.layout.page
             pages = self.prefixes.lookup(look.rid, named[look.first :], begin)
             if not self.prefixes.ready(look.rid):
@@ -233,7 +239,8 @@ def test_stages_admit_the_same_with_pages_that_each_of_them_has(
                     one.disturb(choose)
             # What the device has changes, and a request may be aborted and come again.
             looks = [
-                Look(rid, int(choose.random() < 0.2), choose.random() < 0.05) for rid in waiting
+                Look(rid, int(choose.random() < 0.2), choose.random() < 0.05, choose.random() < 0.1)
+                for rid in waiting
             ]
             steps.append(looks)
             decided.append(running[0].step(looks))

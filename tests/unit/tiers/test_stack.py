@@ -128,6 +128,18 @@ def test_a_request_waits_for_pages_of_lower_tiers(machine: Machine) -> None:
     assert machine.shelf.loads == 1
 
 
+def test_pages_that_the_device_has_evicted_meanwhile_are_loaded_too(machine: Machine) -> None:
+    names, page = keys(*range(8)), machine.layout.page
+    machine.shelve(names)
+    assert machine.prefixes.lookup("r", names[4:], 4 * page) == 0
+    machine.settle("r")
+    assert machine.prefixes.lookup("r", names[4:], 4 * page) == 4
+    assert machine.prefixes.lookup("r", names) == 0
+    machine.settle("r")
+    assert machine.prefixes.lookup("r", names) == 8
+    assert machine.load("r", names, places(*range(40, 48)))
+
+
 def test_uses_of_pages_on_the_device_are_counted(machine: Machine) -> None:
     machine.store(keys(1, 2, 3), places(1, 2, 3))
     machine.stack.used(keys(1, 2, 9), 2)
