@@ -1,10 +1,13 @@
 """Two servers share their KV through a Mooncake store: what one has computed, the other loads.
 
-./scripts/mooncake.sh                                                # in another terminal, then
-config='{"tiers": {"remote": {"master": "127.0.0.1:50051"}}}'
-./scripts/serve.sh --page-size 16 --port 30000 --sleep-on-idle --ext-config "$config"    # and
-./scripts/serve.sh --page-size 16 --port 30001 --sleep-on-idle --ext-config "$config"    # and
-.venv/bin/python examples/shared_kv.py
+Each command needs a terminal of its own::
+
+    ./scripts/mooncake.sh
+    ./scripts/serve.sh --page-size 16 --port 30000 --sleep-on-idle \\
+        --ext-config '{"tiers": {"remote": {"master": "127.0.0.1:50051"}}}'
+    ./scripts/serve.sh --page-size 16 --port 30001 --sleep-on-idle \\
+        --ext-config '{"tiers": {"remote": {"master": "127.0.0.1:50051"}}}'
+    .venv/bin/python examples/shared_kv.py
 """
 
 import time

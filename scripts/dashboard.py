@@ -14,6 +14,8 @@ TARGET = Path(__file__).parent.parent / "examples/monitoring/grafana/dashboards/
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _WIDTH, _HEIGHT, _COLUMNS = 8, 7, 3
 _EVERY = 'instance=~"$instance"'
+_FIRST_RANK = f'{_EVERY},tp_rank=~"0?",pp_rank=~"0?"'
+"""Selects one rank of each server: all of them count the same tokens and decisions."""
 
 
 class Panel(NamedTuple):
@@ -25,16 +27,30 @@ class Panel(NamedTuple):
     lines: Mapping[str, str]
 
 
-def each(name: str, *by: str) -> str:
-    """Returns the expression of a gauge, or of its sum by some labels."""
+def each(name: str, *by: str, of: str = "sum") -> str:
+    """Returns the expression of a gauge: its sum over all ranks, or ``of`` them, by some labels."""
     found = f"sglang_ext:{name}{{{_EVERY}}}"
-    return f"sum by ({', '.join(by)}) ({found})" if by else f"sum({found})"
+    return f"{of} by ({', '.join(by)}) ({found})" if by else f"{of}({found})"
 
 
 def rate(name: str, *by: str) -> str:
-    """Returns the expression of a counter's rate, summed by some labels."""
-    found = f"rate(sglang_ext:{name}_total{{{_EVERY}}}[$__rate_interval])"
+    """Returns the expression of a counter's rate, summed over all ranks by some labels."""
+    return _rate(name, _EVERY, by)
+
+
+def once(name: str, *by: str) -> str:
+    """Returns the expression of the rate of what every rank of a server counts alike."""
+    return _rate(name, _FIRST_RANK, by)
+
+
+def _rate(name: str, which: str, by: Sequence[str]) -> str:
+    found = f"rate(sglang_ext:{name}_total{{{which}}}[$__rate_interval])"
     return f"sum by ({', '.join(by)}) ({found})" if by else f"sum({found})"
+
+
+def requests_of(name: str) -> str:
+    """Returns the expression of SGLang's number of requests of all priorities."""
+    return f'sum(sglang:{name}{{{_FIRST_RANK},priority=""}})'
 
 
 def quantile(q: float, name: str, *by: str) -> str:
@@ -47,37 +63,35 @@ def quantile(q: float, name: str, *by: str) -> str:
 ROWS: dict[str, Sequence[Panel]] = {
     "Failures": (
         Panel(
-            "Tiers: pages that failed", "Computed instead. By tier and reason.", "short",
-            {"{{tier}} {{reason}}": rate("tiers_failures", "tier", "reason")},
+            # A rate would not show a reason's first failures, which begin its series.
+            "Tiers: pages that failed since the start", "Computed instead. By tier and reason.",
+            "short",
+            {
+                "{{tier}} {{reason}}": "sum by (tier, reason) "
+                f"(sglang_ext:tiers_failures_total{{{_EVERY}}})"
+            },
         ),
         Panel(
             "Tiers: available", "0: the tier is off, see the server's log.", "short",
-            {"{{instance}} {{tier}}": each("tiers_available", "instance", "tier")},
+            {"{{instance}} {{tier}}": each("tiers_available", "instance", "tier", of="min")},
         ),
         Panel(
-            "KV that was expected and missing", "Tokens per second that were computed after all.",
-            "short",
-            {
-                "chunks: missing": rate("chunks_missing_tokens"),
-                "swap: recomputed": rate("swap_recomputed_tokens"),
-            },
+            "Chunks: missing KV", "Tokens per second that were computed instead.", "short",
+            {"missing": once("chunks_missing_tokens")},
         ),
         Panel(
             "Peers: lent memory that was not returned in time", "The worker replaced it.", "short",
-            {
-                "replacements": rate("peer_replacements"),
-                "retracted requests": rate("peer_retractions"),
-            },
+            {"replacements": rate("peer_replacements")},
         ),
         Panel(
             "Error of predictions", "Median relative error of the cost model, by what it predicts.",
-            "percentunit", {"{{kind}}": each("planning_error", "kind")},
+            "percentunit", {"{{kind}}": each("planning_error", "kind", of="max")},
         ),
         Panel(
             "Requests", "Of SGLang.", "short",
             {
-                "running": f"sum(sglang:num_running_reqs{{{_EVERY}}})",
-                "waiting": f"sum(sglang:num_queue_reqs{{{_EVERY}}})",
+                "running": requests_of("num_running_reqs"),
+                "waiting": requests_of("num_queue_reqs"),
             },
         ),
     ),
@@ -98,20 +112,22 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "Decisions", "Choices of the cost model per second.", "short",
-            {"{{kind}}: {{choice}}": rate("planning_decisions", "kind", "choice")},
+            {"{{kind}}: {{choice}}": once("planning_decisions", "kind", "choice")},
         ),
     ),
     "Tiers and restoration": (
         Panel(
             "Tokens loaded instead of computed", "Per second, by tier.", "short",
-            {"{{tier}}": rate("tiers_hit_tokens", "tier")},
+            {"{{tier}}": once("tiers_hit_tokens", "tier")},
         ),
         Panel(
-            "Hit rate", "Share of the tokens that were looked up in a tier and that it had.",
+            "Hit rate",
+            "Share of the tokens that were looked up in a tier and that it had. Tokens of restored "
+            "prefixes count only where they were loaded.",
             "percentunit",
             {
-                "{{tier}}": f"{rate('tiers_hit_tokens', 'tier')} / "
-                f"({rate('tiers_hit_tokens', 'tier')} + {rate('tiers_missed_tokens', 'tier')})"
+                "{{tier}}": f"{once('tiers_hit_tokens', 'tier')} / "
+                f"({once('tiers_hit_tokens', 'tier')} + {once('tiers_missed_tokens', 'tier')})"
             },
         ),
         Panel(
@@ -123,7 +139,10 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "Full", "Pages in use, relative to the capacity.", "percentunit",
-            {"{{tier}}": f"{each('tiers_pages', 'tier')} / {each('tiers_capacity_pages', 'tier')}"},
+            {  # the capacity of a shared store is not known
+                "{{tier}}": f"{each('tiers_pages', 'tier')} / "
+                f"({each('tiers_capacity_pages', 'tier')} > 0)"
+            },
         ),
         Panel(
             "Queue and evictions", "Operations in progress; evicted pages per second.", "short",
@@ -134,7 +153,7 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "Restored prefixes: tokens", "Per second, by the source of their KV.", "short",
-            {"{{source}}": rate("restore_tokens", "source")},
+            {"{{source}}": once("restore_tokens", "source")},
         ),
         Panel(
             "Stages of requests: seconds",
@@ -147,13 +166,17 @@ ROWS: dict[str, Sequence[Panel]] = {
         Panel(
             "Prompts with contexts: tokens", "Per second, by what was done for them.", "short",
             {
-                name: rate(f"chunks_{name}_tokens")
+                name: once(f"chunks_{name}_tokens")
                 for name in ("linked", "recomputed", "missing", "computed")
             },
         ),
         Panel(
             "Divergence of linked chunks", "Measured at the server's start.", "short",
-            {"{{method}}": each("chunks_divergence_nats", "method")},
+            {
+                "{{instance}} {{method}}": each(
+                    "chunks_divergence_nats", "instance", "method", of="max"
+                )
+            },
         ),
         Panel(
             "Blocks of stored contexts", "Per second, by where they were when wanted.", "short",
@@ -170,6 +193,7 @@ ROWS: dict[str, Sequence[Panel]] = {
             {
                 "swapped out": rate("swap_swapped_out"), "swapped in": rate("swap_swapped_in"),
                 "recomputed": rate("swap_recomputed"),
+                "retracted for a peer": rate("peer_retractions"),
             },
         ),
         Panel(

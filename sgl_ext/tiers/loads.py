@@ -147,6 +147,10 @@ class Loads:
         """
         return self._restored.pop(rid, {})
 
+    def loads(self, rid: str) -> bool:
+        """Returns whether a load of the request is queued or in progress."""
+        return any(load.rid == rid for load in self._all)
+
     def forget(self, rid: str) -> None:
         """Forgets what :meth:`take_restored` would return for the request."""
         self._restored.pop(rid, None)

@@ -167,7 +167,7 @@ class ClustersPower(Power[Clusters]):
             return False
         follower = self.stored.follower(req.rid)
         if opened and follower is not None and not (follower.recorded or told(req, self.name)):
-            waited = time.monotonic() - follower.since
+            waited = time.monotonic() - follower.tried  # without its time in the queue
             trace(req, "clusters_open", waited, context=follower.name, tokens=follower.tokens)
             tell(
                 req,

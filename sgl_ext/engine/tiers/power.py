@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sgl_ext.engine.tiers.linker import TierLinker
     from sgl_ext.engine.tiers.metrics import TierMetrics
     from sgl_ext.planning.planner import Planner
+    from sgl_ext.tiers.loads import Restored
     from sgl_ext.tiers.stack import TierStack
     from sgl_ext.tiers.statistics import TierReport
 
@@ -54,6 +55,8 @@ class TiersPower(Power[Tiers]):
     stack: TierStack
     planner: Planner
     _metrics: TierMetrics | None = None
+    _loading: list[tuple[Req, Mapping[str, Restored]]]
+    """Requests whose load has not been traced yet."""
 
     def declare(self, server_args: ServerArgs) -> None:
         from sglang.srt.arg_groups.overrides import declare_resolution
@@ -73,6 +76,7 @@ class TiersPower(Power[Tiers]):
         declare_resolution(server_args, "sgl_ext", **linker_arguments(hooks.LINKER))
 
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
+        self._loading = []
         page_hash.prepare()
         self._wrapper = scheduler.tree_cache.linker
         self.linker = self._wrapper.cache_linker
@@ -98,8 +102,7 @@ class TiersPower(Power[Tiers]):
     def considered(self, adder: PrefillAdder, req: Req, admitted: bool) -> None:
         if restored := self.stack.loads.take_restored(req.rid):
             tell(req, {"power": self.name, "exact": True, "sources": restored})
-            slowest = max(each["seconds"] for each in restored.values())
-            trace(req, "tiers_load", slowest, **{at: of["tokens"] for at, of in restored.items()})
+            self._loading.append((req, restored))
         if admitted:
             self.stack.missed += self.linker.prefixes.missed(req.rid)
             self.linker.prefixes.forget(req.rid)  # it no longer waits, whether or not it loads KV
@@ -107,11 +110,25 @@ class TiersPower(Power[Tiers]):
 
     def poll(self) -> None:
         self.planner.advance()
+        self._loading = [each for each in self._loading if not self._traced(*each)]
         if self._metrics is not None and self._metrics.due:
             self._metrics.update(self.describe())
 
+    def _traced(self, req: Req, restored: Mapping[str, Restored]) -> bool:
+        """Adds the span of a request's load if it has ended; returns whether it has.
+
+        The time of a load is known behind the forward that it is part of.
+        """
+        if self.stack.loads.loads(req.rid):
+            return False
+        lower = [each["seconds"] for at, each in restored.items() if at != "host"]
+        # All pages are copied from host memory, those of lower tiers when they have landed there.
+        seconds = max(lower, default=0.0) + restored["host"]["seconds"]
+        trace(req, "tiers_load", seconds, **{at: of["tokens"] for at, of in restored.items()})
+        return True
+
     def pending(self) -> bool:
-        return self.planner.pending()
+        return bool(self._loading) or self.planner.pending()
 
     def forget(self, rid: str) -> None:
         self.linker.prefixes.forget(rid)
