@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import requests
@@ -32,8 +31,8 @@ def linking(model: Path, config: ExtConfig) -> Check:
     system = server.System("doctor", arguments)
     try:
         with (
-            tempfile.TemporaryDirectory(prefix="sgl_ext-doctor-") as logs,
-            server.serve([system], model, Path(logs), deadline=config.start_deadline) as (running,),
+            server.logs("sgl_ext-doctor-") as folder,
+            server.serve([system], model, folder, deadline=config.start_deadline) as (running,),
         ):
             url = f"{running.url}/ext/chunks/fidelity"
             answer = requests.get(url, timeout=_DEADLINE_S)

@@ -208,9 +208,10 @@ def _peer_directory(peer: Peer) -> Check:
     name = f"peer directory {peer.directory}"
     try:
         socket_path(peer.directory)
-        if not peer.directory.exists():
-            above = next(each for each in peer.directory.parents if each.exists())
-            if above.is_dir() and os.access(above, os.W_OK | os.X_OK):
+        # Unlike those of Path, these functions are also False where a parent may not be entered.
+        if not os.path.exists(peer.directory):  # noqa: PTH110
+            above = next(each for each in peer.directory.parents if os.path.exists(each))  # noqa: PTH110
+            if os.path.isdir(above) and os.access(above, os.W_OK | os.X_OK):  # noqa: PTH112
                 return Check(name, "ok", "will be created")
             return Check(
                 name, "fail", f"cannot be created in {above}", "create it, or choose another"

@@ -33,6 +33,8 @@ _TOGETHER = (1, 2, 4, 8)
 """Numbers of requests that decode together."""
 _DECODED = 16
 """Tokens that each of them generates."""
+_OWN = ("--api-key", "--admin-api-key", "--ssl-certfile", "--ssl-keyfile")
+"""Arguments of a server that the measured servers do not take: nobody else reaches them."""
 
 
 def calibrate(
@@ -55,7 +57,8 @@ def calibrate(
         The profile, and the path that it was saved to.
 
     Raises:
-        ExtError: The configuration has nothing to calibrate, a server does not start or answer, or
+        ExtError: The configuration has nothing to calibrate, an argument is not one for a measured
+            server, a server does not start or answer, or
             a tier has loaded nothing.
         OSError: the profile cannot be written.
         ValueError: the forwards do not determine the costs.
@@ -65,14 +68,19 @@ def calibrate(
     found: dict[str, dict[str, Any]] = {}
     loads: dict[str, LoadCost] = {}
     deadline = config.start_deadline
-    with tempfile.TemporaryDirectory(prefix="sgl_ext-calibrate-") as logs:
+    if own := sorted({*_OWN} & {each.partition("=")[0] for each in arguments}):
+        raise ExtError(
+            f"{', '.join(own)}: a server that is measured takes no key and no certificate, because "
+            "nobody else reaches it; remove this from the arguments"
+        )
+    with server.logs("sgl_ext-calibrate-") as folder:
         for name, alone in _one_by_one(config.tiers):
             tell(name)
             with alone as section:
                 only = config.model_copy(update={"tiers": section})
                 more = ("--max-total-tokens", str(_POOL)) if name == HOST else ()
                 systems = [_system(name, only, (*arguments, *more))]
-                with server.serve(systems, model, Path(logs), deadline=deadline) as (running,):
+                with server.serve(systems, model, folder, deadline=deadline) as (running,):
                     _ask(running.url, flushed=name != HOST)
                     _decode(running.url)
                     found[name] = live(running.url)["planning"]["costs"]

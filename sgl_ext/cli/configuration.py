@@ -9,6 +9,7 @@ from typing import Annotated, Optional
 import typer
 import yaml
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from sgl_ext import doctor as _doctor
@@ -144,7 +145,7 @@ def _print(checks: list[Check]) -> None:
     table = Table("check", "", "found", "to do", box=None, pad_edge=False)
     for check in checks:
         verdict = f"[{colours[check.verdict]}]{check.verdict}[/]"
-        table.add_row(check.name, verdict, check.found, check.todo)
+        table.add_row(escape(check.name), verdict, escape(check.found), escape(check.todo))
     Console().print(table)
     run = _doctor.would_run(checks)
     print("This configuration would run." if run else "This configuration would not run.")

@@ -72,11 +72,11 @@ def verify(
     lines: list[Line] = []
     broken = None
     with failing(), progress("asking the server") as tell:
-        verification = Verification(
-            Target(url, api_key, admin_api_key), passages=passages, length=length, against=other,
-            flush=flush,
-        )  # fmt: skip
         try:
+            verification = Verification(
+                Target(url, api_key, admin_api_key), passages=passages, length=length,
+                against=other, flush=flush,
+            )  # fmt: skip
             for line in verification.run(tell):
                 lines.append(line)
         except ExtError as error:
@@ -119,7 +119,7 @@ def _print(lines: list[Line]) -> None:
             f"{name} {count / tokens:.0%}" for name, count in line.sources.items() if count
         )
         verdict = f"[{_COLOURS[line.verdict]}]{line.verdict}[/]"
-        table.add_row(line.step, verdict, first, sources, escape(line.found))
+        table.add_row(line.step, verdict, first, escape(sources), escape(line.found))
     Console().print(table)
 
 

@@ -114,8 +114,8 @@ def starter(use: str, directories: Sequence[Path] = ()) -> str:
         "use": use,
         "host": _written(host),
         "swap": _written(host // 4 if "tiers" in _PARTS[use] else host),
-        "peers": json.dumps(str(_run_directory().absolute() / "peers")),
-        "directories": ", ".join(json.dumps(str(each)) for each in directories),
+        "peers": _quoted(_run_directory().absolute() / "peers"),
+        "directories": ", ".join(map(_quoted, directories)),
     }
     if directories:
         devices = Counter(each.st_dev for each in states)
@@ -159,6 +159,11 @@ def _run_directory() -> Path:
     """Returns a directory of this user for sockets."""
     run = Path(f"/run/user/{os.getuid()}")
     return run if run.is_dir() else cache_dir()
+
+
+def _quoted(path: Path) -> str:
+    """Returns a path as a string in YAML."""
+    return json.dumps(str(path), ensure_ascii=False)
 
 
 def _written(size: int) -> str:

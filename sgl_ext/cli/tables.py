@@ -17,18 +17,17 @@ class Scheduler(NamedTuple):
     """Scheduler of a server, and its state."""
 
     name: str
-    """Host and port of its server, and its number if the server has several."""
+    """Name of its server."""
     state: State
+    before: State
+    """State that it reported earlier."""
+    seconds: float
+    """Time between both, over which rates are means."""
 
 
-def tables(now: Sequence[Scheduler], before: Sequence[Scheduler], seconds: float) -> Group:
-    """Returns the tables of some schedulers.
-
-    Args:
-        before: the same schedulers ``seconds`` earlier; rates are means over this time.
-    """
-    old = {each.name: each.state for each in before}
-    made = [_tiers(now, old, seconds), _powers(now), _peers(now), _decisions(now)]
+def tables(now: Sequence[Scheduler]) -> Group:
+    """Returns the tables of some schedulers."""
+    made = [_tiers(now), _powers(now), _peers(now), _decisions(now)]
     return Group(*(table for table in made if table.row_count))
 
 
@@ -40,22 +39,24 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _tiers(now: Sequence[Scheduler], old: Mapping[str, State], seconds: float) -> Table:
+def _tiers(now: Sequence[Scheduler]) -> Table:
     table = _table(
         "server", "tier", "full>", "hit tokens>", "hit rate>", "saved s>", "in MB/s>", "out MB/s>",
         "failures",
     )  # fmt: skip
-    for name, state in now:
+    for name, state, before, seconds in now:
         for tier, found in state.get("tiers", {}).items():
-            first = old.get(name, {}).get("tiers", {}).get(tier, found)
+            first = before.get("tiers", {}).get(tier, found)
 
-            def rate(field: str, found: State = found, first: State = first) -> str:
+            def rate(
+                field: str, found: State = found, first: State = first, seconds: float = seconds
+            ) -> str:
                 moved = max(found[field] - first[field], 0)  # counters restart with a server
                 return f"{moved / seconds / 1e6:,.0f}"
 
             capacity, failures = found["capacity_pages"], found["failures"]
             table.add_row(
-                name,
+                escape(name),
                 tier if found["available"] else f"[red]{tier} (off)[/]",
                 f"{found['pages'] / capacity:.0%}" if capacity else "",
                 f"{found['hit_tokens']:,}",
@@ -73,20 +74,23 @@ def _share(part: int, rest: int) -> str:
 
 
 def _saved(state: State, tier: State) -> str:
-    """Returns the estimated seconds of computing that a tier's hits have saved."""
+    """Returns the seconds of computing that a tier's hits have saved at least.
+
+    The part of the cost that grows with the square of a prompt's length is left out: the report
+    does not tell where in their prompts these tokens were.
+    """
     costs = state.get("planning", {}).get("costs", {})
     if "compute" not in costs.get("known", ()):
         return ""
-    computing = tier["hit_tokens"] * costs["compute"]["per_token"]
-    return f"{computing - tier['loading_seconds']:,.1f}"
+    return f"{tier['hit_tokens'] * costs['compute']['per_token']:,.1f}"
 
 
 def _powers(now: Sequence[Scheduler]) -> Table:
     table = _table("server", "power", "since the start")
-    for name, state in now:
+    for name, state, *_ in now:
         for power, shown in _SHOWN.items():
             if (found := state.get(power)) is not None:
-                table.add_row(name, power, escape(shown(found)))
+                table.add_row(escape(name), power, escape(shown(found)))
     return table
 
 
@@ -131,9 +135,9 @@ def _peers(now: Sequence[Scheduler]) -> Table:
         "server", "peer", "lent MiB>", "used>", "lendable>", "reclaimed>", "unit or blocks",
         "remarks",
     )  # fmt: skip
-    for name, state in now:
+    for name, state, *_ in now:
         for row in _peers_of(state.get("peer")):
-            table.add_row(name, *row)
+            table.add_row(escape(name), *row)
     return table
 
 
@@ -165,11 +169,11 @@ def _peers_of(peer: State | None) -> Iterator[Sequence[str]]:
 def _decisions(now: Sequence[Scheduler]) -> Table:
     """Returns the decisions of the cost model with their mean durations, and its errors."""
     table = _table("server", "decision or cost", "choices", "predicted>", "measured>", "error>")
-    for name, state in now:
+    for name, state, *_ in now:
         for kind, found in state.get("planning", {}).get("decisions", {}).items():
             choices = found["choices"]
             table.add_row(
-                name,
+                escape(name),
                 escape(kind),
                 escape(
                     ", ".join(f"{choice} {each['count']:,}" for choice, each in choices.items())

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, Optional
-from urllib.parse import urlsplit
+from typing import Annotated, Any, NamedTuple, Optional
 
 import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 
-from sgl_ext.cli.app import DEFAULT_URL, JsonOption, KeyOption, app, failing, print_json
-from sgl_ext.cli.tables import Scheduler, tables
+from sgl_ext.cli.app import DEFAULT_URL, JsonOption, KeyOption, app, fail, print_json
+from sgl_ext.cli.tables import Scheduler, State, tables
 from sgl_ext.errors import ExtError
 from sgl_ext.verify.target import Target
 
 _INTERVAL_S = 1.0
+_ANSWER_S = 10.0
+"""Seconds in which a server must report: its scheduler answers between two forwards."""
+_STALE_S = 3.0
+"""Age from which a report is marked."""
 
 
 @app.command()
@@ -30,53 +34,97 @@ def top(
     api_key: KeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Shows what the powers of running servers do: hits, links, swaps, lent memory, decisions."""
-    targets = [Target(url, api_key) for url in urls or [DEFAULT_URL]]
-    with failing():
-        first = schedulers(targets)
-        if as_json:
-            print_json({each.name: each.state for each in first})
-        elif once:
-            Console().print(tables(first, first, _INTERVAL_S))
-        else:
-            try:
-                _watch(targets, first)
-            except KeyboardInterrupt:
-                raise typer.Exit from None
+    """Shows what the powers of running servers do: hits, links, swaps, lent memory, decisions.
 
-
-def schedulers(targets: Sequence[Target]) -> list[Scheduler]:
-    """Returns the schedulers of servers, and their state.
-
-    Raises:
-        ExtError: A server does not answer, or runs without sgl_ext.
+    Of a server with several ranks it shows the first one; /metrics has all. Exits with 1 if a
+    server did not answer.
     """
-    return [each for target in targets for each in _of(target)]
+    watches = [_Watch(Target(url, api_key)) for url in dict.fromkeys(urls or [DEFAULT_URL])]
+    if not (once or as_json or Console().is_terminal):
+        fail("top needs a terminal; add --once for one table, or --json", 2)
+    try:
+        _together(watches)
+        if not any(each.found for each in watches):
+            fail("\n".join(each.error for each in watches))
+        if not (once or as_json):
+            _show(watches)
+    except KeyboardInterrupt:
+        raise typer.Exit from None
+    found = [each.row() for each in watches if each.found]
+    if as_json:
+        print_json({each.name: each.state for each in found})
+    else:
+        Console().print(tables(found))
+    if errors := [each.error for each in watches if each.error]:
+        fail("\n".join(errors))
 
 
-def _of(target: Target) -> list[Scheduler]:
-    info = target.info()
-    if not info.get("sgl_ext"):
-        raise ExtError(
-            f"the server at {target.url} runs without sgl_ext; start it with --enable-ext"
-        )
-    states: list[dict[str, Any]] = [each.get("sgl_ext", {}) for each in info["internal_states"]]
-    name = urlsplit(target.url).netloc.removeprefix("127.0.0.1")
-    if len(states) == 1:
-        return [Scheduler(name, states[0])]
-    return [Scheduler(f"{name} {number}", state) for number, state in enumerate(states)]
+class _Report(NamedTuple):
+    """State that a server has reported, and the time at which it did."""
+
+    state: State
+    at: float
 
 
-def _watch(targets: Sequence[Target], before: list[Scheduler]) -> None:
-    """Shows tables until the program is interrupted; an error is shown below the last ones."""
-    then = time.monotonic()
-    with Live(tables(before, before, _INTERVAL_S), refresh_per_second=4) as live:
+class _Watch:
+    """Latest reports of one server; its error is empty unless the last request failed."""
+
+    def __init__(self, target: Target) -> None:
+        self.name = target.url.partition("://")[2].removeprefix("127.0.0.1")
+        self.found: _Report | None = None
+        self.error = ""
+        self._before: _Report | None = None
+        self._target = target
+
+    def ask(self) -> None:
+        """Asks the server for its state."""
+        try:
+            info = self._target.info(_ANSWER_S)
+            if not info.get("sgl_ext"):
+                raise ExtError(
+                    f"the server at {self._target.url} runs without sgl_ext; start it with "
+                    "--enable-ext"
+                )
+        except ExtError as error:
+            self.error = str(error)
+            return
+        state: dict[str, Any] = info["internal_states"][0].get("sgl_ext", {})
+        report = _Report(state, time.monotonic())
+        self._before, self.found, self.error = self.found or report, report, ""
+
+    def follow(self) -> None:
+        """Asks the server once a second, without end."""
         while True:
             time.sleep(_INTERVAL_S)
-            try:
-                now, at = schedulers(targets), time.monotonic()
-            except ExtError as error:  # the server may come back
-                live.update(Group(tables(before, before, _INTERVAL_S), escape(str(error))))
-                continue
-            live.update(tables(now, before, at - then))
-            before, then = now, at
+            self.ask()
+
+    def row(self) -> Scheduler:
+        """Returns the last state that was reported."""
+        if (found := self.found) is None:
+            raise ValueError(f"{self.name} has not reported")
+        before = self._before or found
+        age = time.monotonic() - found.at
+        name = f"{self.name} ({age:.0f} s ago)" if age > _STALE_S else self.name
+        return Scheduler(name, found.state, before.state, max(found.at - before.at, _INTERVAL_S))
+
+
+def _together(watches: Sequence[_Watch]) -> None:
+    """Asks all servers at once."""
+    threads = [threading.Thread(target=each.ask, daemon=True) for each in watches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _show(watches: Sequence[_Watch]) -> None:
+    """Shows tables until the program is interrupted, and below them the servers that fail."""
+    for each in watches:
+        # A thread of its own: a server that hangs must not stop the view of the others.
+        threading.Thread(target=each.follow, daemon=True).start()
+    with Live(refresh_per_second=4) as live:
+        while True:
+            rows = [each.row() for each in watches if each.found]
+            errors = [escape(each.error) for each in watches if each.error]
+            live.update(Group(tables(rows), *errors))
+            time.sleep(_INTERVAL_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import ByteSize, Field, model_validator
+from pydantic import ByteSize, Field, field_validator, model_validator
 
 from sgl_ext.config.values import Bytes, Directories, EmulatedDevice, Seconds, Section
 
@@ -67,6 +67,13 @@ class Tiers(Section):
     wait: Seconds = 10.0
     """Longest time that admission of a request is deferred for pages from lower tiers, in seconds;
     then the missing pages are computed."""
+
+    @field_validator("host", "ssd", "remote", mode="before")
+    @classmethod
+    def _not_empty(cls, tier: object) -> object:
+        if tier is None:  # a key without a value in YAML
+            raise ValueError("the tier has no values: write its keys below it, or remove it")
+        return tier
 
     @model_validator(mode="after")
     def _not_none(self) -> Self:

@@ -35,7 +35,9 @@ def _seconds(value: object) -> object:
 
 
 def _size(value: object) -> object:
-    if isinstance(value, bool) or (isinstance(value, str) and value.strip().isdigit()):
+    # pydantic reads only the beginning of a text, such as the 1 of 1,5GiB.
+    written = not isinstance(value, str) or re.fullmatch(r"\s*\d*\.?\d+\s*[A-Za-z]+\s*", value)
+    if isinstance(value, bool) or not written:
         raise ValueError("expected a size with a unit such as '4GiB', or bytes as a whole number")
     return value
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from sgl_ext.models import SMOLLM2, prepare
@@ -66,8 +64,8 @@ def system(name: str, config: Mapping[str, Any], pool: int) -> server.System:
 def serving(systems: Sequence[server.System]) -> Iterator[list[Target]]:
     """Serves SmolLM2 by each of the systems, and stops them at the end."""
     with (
-        TemporaryDirectory(prefix="sgl_ext-demo-") as logs,
-        server.serve(systems, prepare(SMOLLM2), Path(logs)) as running,
+        server.logs("sgl_ext-demo-") as folder,
+        server.serve(systems, prepare(SMOLLM2), folder) as running,
     ):
         targets = [Target(each.url) for each in running]
         for target in targets:  # the first forwards are slow

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -62,12 +63,34 @@ class Server:
 
 
 @contextmanager
+def logs(prefix: str) -> Iterator[Path]:
+    """Yields a folder for logs of servers, which is removed unless the block raises an error.
+
+    An ExtError of the block then names the folder.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    try:
+        yield folder
+    except ExtError as error:
+        if str(folder) in str(error):
+            raise
+        raise ExtError(f"{error}; logs of the servers: {folder}") from error
+    except Exception:
+        raise
+    except BaseException:  # interrupted
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
 def serve(
     systems: Sequence[System], model: Path, logs: Path, *, deadline: float = START_DEADLINE_S
 ) -> Iterator[list[Server]]:
     """Starts all ``systems`` side by side; at the end stops them and removes what they leave.
 
-    Idle schedulers sleep, so that the server that is measured has the machine to itself.
+    Their address is chosen here, whatever the arguments say. Idle schedulers sleep, so that the
+    server that is measured has the machine to itself.
 
     Args:
         logs: directory of the ``NAME.log`` files, one per system.
@@ -97,7 +120,8 @@ def _process(system: System, model: Path, logs: Path) -> Iterator[Server]:
     port = free_port()
     log = logs / f"{system.name}.log"
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
-    command += ["--port", str(port), "--sleep-on-idle", *system.arguments]
+    # Last, because the last of several equal flags is in force.
+    command += [*system.arguments, "--host", "127.0.0.1", "--port", str(port), "--sleep-on-idle"]
     if setpriv := shutil.which("setpriv"):
         # The servers end when this program is killed.
         command = [setpriv, "--pdeathsig", "TERM", *command]

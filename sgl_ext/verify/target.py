@@ -36,9 +36,9 @@ class Target:
         self._key = api_key
         self._admin_key = admin_api_key or api_key
 
-    def info(self) -> dict[str, Any]:
-        """Returns the server's ``/server_info``."""
-        found = self._json("GET", "/server_info")
+    def info(self, deadline: float = _DEADLINE_S) -> dict[str, Any]:
+        """Returns the server's ``/server_info``, which it must send within ``deadline`` seconds."""
+        found = self._json("GET", "/server_info", deadline=deadline)
         if missing := {"internal_states", "max_total_num_tokens", "max_req_input_len"} - {*found}:
             names = ", ".join(sorted(missing))
             raise ExtError(f"{self.url} is not an SGLang server: its /server_info has no {names}")
@@ -169,8 +169,10 @@ class Target:
             raise ExtError(f"{self.url}/generate has not answered: {said}")
         return _joined(events), first - began
 
-    def _json(self, verb: str, path: str, body: object = None) -> dict[str, Any]:
-        answer = self._ask(verb, path, body)
+    def _json(
+        self, verb: str, path: str, body: object = None, *, deadline: float = _DEADLINE_S
+    ) -> dict[str, Any]:
+        answer = self._ask(verb, path, body, deadline=deadline)
         try:
             found = answer.json()
         except ValueError:
@@ -187,10 +189,11 @@ class Target:
         *,
         admin: bool = False,
         stream: bool = False,
+        deadline: float = _DEADLINE_S,
     ) -> requests.Response:
         url, key = f"{self.url}{path}", self._admin_key if admin else self._key
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        answer = sent(verb, url, json=body, headers=headers, timeout=_DEADLINE_S, stream=stream)
+        answer = sent(verb, url, json=body, headers=headers, timeout=deadline, stream=stream)
         if answer.status_code == 404 and not path.startswith("/ext"):
             raise ExtError(f"{url} was not found; is an SGLang server running there?")
         if admin and answer.status_code in (401, 403):

@@ -41,7 +41,7 @@ def test_starters_are_valid_configurations(use: str, tmp_path: Path) -> None:
     assert config.tiers is None or config.tiers.ssd is None
 
 
-@pytest.mark.parametrize("name", ["plain", "a, b: [c] #{d} 'e\""])
+@pytest.mark.parametrize("name", ["plain", "a, b: [c] #{d} 'e\"", "ü😀"])
 def test_starters_name_the_directories_on_ssds(name: str, tmp_path: Path) -> None:
     folders = [tmp_path / name, tmp_path / "second"]
     for each in folders:
@@ -92,6 +92,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.asked.append(("GET", self.path, None))
+        if self.path == "/server_info":
+            live = {"sgl_ext": {"restore": {"interrupted": 4}}}
+            info = {"sgl_ext": {"version": "1"}, "internal_states": [live]}
+            more = {"max_total_num_tokens": 1, "max_req_input_len": 1}
+            self._send("application/json", json.dumps({**info, **more}))
+            return
         stored = {"contexts": [STORED], "unreadable": {"stx-2": "a file is missing"}, "damaged": 1}
         found = {"contexts": [CONTEXT]} if "chunks" in self.path else stored
         self._send("application/json", json.dumps({**found, "storing": {"stx-3": "layer 3/30"}}))
@@ -201,13 +207,27 @@ def test_stored_contexts_are_deleted_with_the_admin_key(url: str) -> None:
         ("contexts", "list"), ("stored", "list"), ("cache", "clear"), ("cache", "stat"),
         ("store", __file__), ("contexts", "create", __file__), ("cache", "warm", __file__),
         ("contexts", "pin", "ctx-1"), ("contexts", "unpin", "ctx-1"),
-        ("top",), ("verify",),
+        ("top", "--once"), ("verify",),
     ],
 )  # fmt: skip
 def test_a_server_that_does_not_answer_is_named(arguments: tuple[str, ...]) -> None:
     nobody = "http://127.0.0.1:9"
     option = () if arguments[0] in ("verify", "top") else ("--url",)
     result = run(*arguments, *option, nobody)
-    assert result.exit_code == 1
+    # verify tells answers that differ (1) from a verification that ended early (2).
+    assert result.exit_code == (2 if arguments == ("verify",) else 1)
     assert result.stderr.startswith("sgl_ext: ")
     assert nobody in result.stderr
+
+
+def test_top_shows_the_servers_that_answer_and_names_the_others(url: str) -> None:
+    nobody = "http://127.0.0.1:9"
+    both = run("top", nobody, url, "--once")
+    assert both.exit_code == 1 and nobody in both.stderr
+    assert "4 prompts interrupted" in both.stdout
+    found = run("top", nobody, url, "--json")
+    assert json.loads(found.stdout) == {
+        url.removeprefix("http://127.0.0.1"): {"restore": {"interrupted": 4}}
+    }
+    refused = run("top", url)
+    assert refused.exit_code == 2 and "add --once" in refused.stderr

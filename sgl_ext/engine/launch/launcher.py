@@ -29,6 +29,7 @@ from sgl_ext.engine.core.unserved import Unserved, require_served
 from sgl_ext.engine.front import dispatch, errors
 from sgl_ext.engine.launch import run_directory
 from sgl_ext.engine.workarounds import validation
+from sgl_ext.errors import ExtError
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ def _port_args(
     try:
         with run_directory.as_temporary_directory():
             ports = original(server_args, *args, **kwargs)
-    except ValueError as error:
+    except (ExtError, ValueError) as error:
         refuse(error)
     run_directory.remember_instance(ports.instance_id)
     mark_launch(server_args)

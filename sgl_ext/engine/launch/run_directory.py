@@ -22,6 +22,8 @@ from typing import IO
 
 import psutil
 
+from sgl_ext.errors import ExtError
+
 _PREFIX = "sgl_ext-"
 _LOCK = "lock"
 _NOTE = "shm-"
@@ -44,7 +46,7 @@ def as_temporary_directory() -> Iterator[None]:
     """Makes ``tempfile`` use this launcher's directory inside the block.
 
     Raises:
-        ValueError: the temporary directory's path is too long for a socket in it.
+        ExtError: the temporary directory's path is too long for a socket in it.
     """
     before = tempfile.tempdir
     directory = _ensure()
@@ -89,7 +91,7 @@ def _created() -> Path:
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))  # mode 0700
     if len(str(directory / "tmp01234567")) > _LONGEST_SOCKET_PATH:
         directory.rmdir()
-        raise ValueError(
+        raise ExtError(
             f"the temporary directory {parent} is too long for the path of a socket (at most "
             f"{_LONGEST_SOCKET_PATH} characters with the socket); set TMPDIR to a shorter one"
         )

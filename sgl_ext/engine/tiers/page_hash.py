@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -11,6 +12,8 @@ from pathlib import Path
 from sgl_ext.errors import ExtError
 
 logger = logging.getLogger(__name__)
+
+_UNWRITABLE = (errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS)
 
 
 def prepare() -> None:
@@ -31,6 +34,11 @@ def prepare() -> None:
     try:
         get_hash_str([0])
     except RuntimeError as error:
+        if isinstance(cause := error.__cause__, OSError) and cause.errno in _UNWRITABLE:
+            raise ExtError(
+                f"SGLang's hash of pages cannot be compiled or locked: {cause}; make room, make "
+                "the folder writable, or set TORCH_EXTENSIONS_DIR to one that is"
+            ) from None
         lines = str(error.__cause__ or error).strip().splitlines()
         wrong = next((line for line in lines if "error:" in line), lines[-1])
         raise ExtError(

@@ -58,7 +58,11 @@ def test_sizes_are_parsed(written: object, size: int) -> None:
     assert config.swap.capacity == size
 
 
-@pytest.mark.parametrize("written", ["4 gibs", "400", "", -1, 0, True, 1.5, None, [1]])
+@pytest.mark.parametrize(
+    "written",
+    ["4 gibs", "1,5GiB", "4,096MiB", "16GiB/2", "8GiB a rank", "400", "", -1, 0, True, 1.5, None,
+     [1]],
+)  # fmt: skip
 def test_invalid_sizes_are_refused(written: object) -> None:
     message = error_of({"swap": {"capacity": written}})
     assert "'swap.capacity'" in message
@@ -188,6 +192,13 @@ def test_a_lease_shorter_than_the_messages_take_is_refused(role: str) -> None:
     peer = {"role": role, "directory": "/run/peers", "capacity": "1GiB"}
     assert "peer.lease" in error_of({"peer": {**peer, "lease": "200ms"}})
     assert load({"peer": {**peer, "lease": "1s"}}).peer is not None
+
+
+@pytest.mark.parametrize("tier", ["host", "ssd", "remote"])
+def test_a_tier_without_values_is_refused(tier: str) -> None:
+    other = {"ssd": {"directories": ["/x"], "capacity": "1GiB"}, "host": {"capacity": "1GiB"}}
+    message = error_of({"tiers": other | {tier: None}, "swap": {"capacity": "1GiB"}})
+    assert f"'tiers.{tier}'" in message and "the tier has no values" in message
 
 
 def test_duplicate_or_empty_directories_are_refused(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_decisions_and_errors_are_shown(ext: runtime.ExtRuntime, metrics: Planni
     from rich.console import Console
 
     console = Console(width=200, record=True, file=StringIO())
-    console.print(tables([Scheduler("host:1", {"planning": found})], [], 1.0))
+    console.print(tables([Scheduler("host:1", {"planning": found}, {}, 1.0)]))
     rows = [line.split() for line in console.export_text().splitlines()]
     assert ["host:1", "ssd", "50%"] in rows
     (row,) = (row for row in rows if "wait_for_tier" in row)
