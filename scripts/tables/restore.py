@@ -5,6 +5,12 @@ from __future__ import annotations
 from tables.forms import MS, S_OF_MS, Column, Figures, Table, form, systems
 
 _BATCHES = "restore-batches-arrivals-host"
+_IN_STAGES = {
+    "recomputes": {"system": "recompute"},
+    "loads": {"system": "load"},
+    "restores one stage after the other": {"system": "one stage after the other"},
+    "restores its stages at once": {"system": "stages at once"},
+}
 _FROM_HOST, _FROM_SSD = "host memory, behind a slow link", "a slow SSD"
 
 TABLES: dict[str, Table | Figures] = {
@@ -18,6 +24,21 @@ TABLES: dict[str, Table | Figures] = {
                 {"what": "alone, loading takes 1 of computing", "tokens": 4096},
             ),
             alone._replace(title="TTFT / bound", key="over_bound", form=form(2)),
+        ],
+    ),
+    "restore-long": Table(
+        "restore-long",
+        "loading 4,096 tokens takes as long as computing",
+        systems("recompute", "load", "cake", "shortest"),
+        [
+            Column(
+                f"{tokens:,} tokens: {title}", key, as_,
+                {"what": "alone, loading takes 1 of computing", "tokens": tokens},
+            )
+            for tokens in (16_384, 32_768)
+            for title, key, as_ in (
+                ("TTFT", "ttft_ms_p50", S_OF_MS), ("of the bound", "over_bound", form(2)),
+            )
         ],
     ),
     "restore-batches": Table(
@@ -79,15 +100,19 @@ TABLES: dict[str, Table | Figures] = {
     "restore-served-stages": Table(
         "restore-served-stages",
         "a server of two stages",
-        {
-            "recomputes": {"system": "recompute"},
-            "loads": {"system": "load"},
-            "restores one stage after the other": {"system": "one stage after the other"},
-            "restores its stages at once": {"system": "stages at once"},
-        },
+        _IN_STAGES,
         [
             Column(f"{tokens:,} tokens: {title}", f"ttft_ms_{key}", S_OF_MS, {"tokens": tokens})
             for tokens in (2048, 4096)
+            for title, key in (("TTFT p50", "p50"), ("p90", "p90"))
+        ],
+    ),
+    "restore-three-stages": Table(
+        "restore-three-stages",
+        "a server of three stages",
+        _IN_STAGES,
+        [
+            Column(f"2,048 tokens: {title}", f"ttft_ms_{key}", S_OF_MS, {"tokens": 2048})
             for title, key in (("TTFT p50", "p50"), ("p90", "p90"))
         ],
     ),
