@@ -50,11 +50,10 @@ def top(
             _show(watches)
     except KeyboardInterrupt:
         raise typer.Exit from None
-    found = [each.row() for each in watches if each.found]
     if as_json:
-        print_json({each.name: each.state for each in found})
+        print_json({each.name: each.found.state for each in watches if each.found})
     else:
-        Console().print(tables(found))
+        Console().print(tables([each.row() for each in watches if each.found]))
     if errors := [each.error for each in watches if each.error]:
         fail("\n".join(errors))
 

@@ -132,7 +132,7 @@ def about_of(name: str, folders: Sequence[Path], salt: str | None) -> About:
         DamagedError: The file is not an index.
     """
     found = about(name, folders)
-    if found.salt != (salt or None):  # SGLang takes an empty salt for none
+    if (found.salt or None) != (salt or None):  # SGLang takes an empty salt for none
         raise unknown(name)
     return found
 

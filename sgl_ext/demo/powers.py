@@ -9,8 +9,7 @@ from typing import Any
 
 from sgl_ext.client import ContextCache, part
 from sgl_ext.clusters.client import StoredContexts
-from sgl_ext.demo.side import QUESTION, Side, documents, of_reply, serving, system
-from sgl_ext.engine.launch import run_directory
+from sgl_ext.demo.side import QUESTION, Side, documents, of_reply, scratch, serving, system
 from sgl_ext.errors import ExtError
 from sgl_ext.verify.target import Target
 from sgl_ext.verify.texts import Texts
@@ -24,47 +23,47 @@ _LENDING_S = 60.0
 
 def tiers() -> Iterator[Side]:
     """Shows a prompt that comes again when the device has evicted its KV."""
-    ssd = run_directory.subdirectory()
-    ssds = {"directories": [str(ssd)], "capacity": "512MiB", "keep_after": 1}
-    config = {"tiers": {"host": {"capacity": "768MiB"}, "ssd": ssds}}
-    with serving([system("tiers", config, 4096)]) as (target,):
-        prompt = "".join(documents(40)) + QUESTION
-        yield of_reply("computed", target.answer(prompt, _ANSWER, stop=True))
-        target.settle()
-        Texts(target).fill_pool(target.info())
-        yield of_reply("evicted: from host memory", target.answer(prompt, _ANSWER, stop=True))
-        target.settle()
-        target.flush()
-        yield of_reply("flushed: from the SSD", target.answer(prompt, _ANSWER, stop=True))
+    with scratch() as ssd:
+        ssds = {"directories": [str(ssd)], "capacity": "512MiB", "keep_after": 1}
+        config = {"tiers": {"host": {"capacity": "768MiB"}, "ssd": ssds}}
+        with serving([system("tiers", config, 4096)]) as (target,):
+            prompt = "".join(documents(40)) + QUESTION
+            yield of_reply("computed", target.answer(prompt, _ANSWER, stop=True))
+            target.settle()
+            Texts(target).fill_pool(target.info())
+            yield of_reply("evicted: from host memory", target.answer(prompt, _ANSWER, stop=True))
+            target.settle()
+            target.flush()
+            yield of_reply("flushed: from the SSD", target.answer(prompt, _ANSWER, stop=True))
 
 
 def restore() -> Iterator[Side]:
     """Shows a prefix on an SSD that is as slow as computing: loaded, and computed meanwhile."""
-    folder = run_directory.subdirectory()
-    directories = [folder / name for name in ("loads", "restores")]
-    systems = []
-    for each in directories:
-        each.mkdir()
-        ssd = {
-            "directories": [str(each)], "capacity": "512MiB", "keep_after": 1,
-            "emulate": {"bytes_per_second": _SLOW},
-        }  # fmt: skip
-        config: dict[str, Any] = {"tiers": {"ssd": ssd}}
-        if each.name == "restores":
-            config["restore"] = {}
-        systems.append(system(each.name, config, 8192))
-    with serving(systems) as targets:
-        prompt = "".join(documents(60)) + QUESTION
-        titles = ("loaded from a slow SSD", "loaded and computed at once")
-        for number, (target, title) in enumerate(zip(targets, titles, strict=True)):
-            computed = target.answer(prompt, _ANSWER, stop=True)
-            if not number:
-                yield of_reply("computed", computed)
-            for _ in range(2):  # the first load teaches the server what loading costs
-                target.settle()
-                target.flush()
-                loaded = target.answer(prompt, _ANSWER, stop=True)
-            yield of_reply(title, loaded)
+    with scratch() as folder:
+        directories = [folder / name for name in ("loads", "restores")]
+        systems = []
+        for each in directories:
+            each.mkdir()
+            ssd = {
+                "directories": [str(each)], "capacity": "512MiB", "keep_after": 1,
+                "emulate": {"bytes_per_second": _SLOW},
+            }  # fmt: skip
+            config: dict[str, Any] = {"tiers": {"ssd": ssd}}
+            if each.name == "restores":
+                config["restore"] = {}
+            systems.append(system(each.name, config, 8192))
+        with serving(systems) as targets:
+            prompt = "".join(documents(60)) + QUESTION
+            titles = ("loaded from a slow SSD", "loaded and computed at once")
+            for number, (target, title) in enumerate(zip(targets, titles, strict=True)):
+                computed = target.answer(prompt, _ANSWER, stop=True)
+                if not number:
+                    yield of_reply("computed", computed)
+                for _ in range(2):  # the first load teaches the server what loading costs
+                    target.settle()
+                    target.flush()
+                    loaded = target.answer(prompt, _ANSWER, stop=True)
+                yield of_reply(title, loaded)
 
 
 def chunks() -> Iterator[Side]:
@@ -108,33 +107,33 @@ def swap() -> Iterator[Side]:
 
 def peer() -> Iterator[Side]:
     """Shows a prompt that is longer than the engine's own KV memory."""
-    folder = run_directory.subdirectory()
-    both = {"directory": f"{folder}/peers"}
-    master = system("master", {"peer": {"role": "master", "capacity": "512MiB", **both}}, 2048)
-    worker = system("worker", {"peer": {"role": "worker", **both}}, 16384)
-    with serving([master]) as (target,):
-        prompt = "".join(documents(70)) + QUESTION
-        try:
-            target.answer(prompt, _ANSWER, stop=True)
-        except ExtError as error:
-            yield Side("own memory: 2,048 tokens", {"answer": f"refused: {str(error)[-160:]}"})
-        with serving([worker]):
-            _wait_until_lent(target)
-            yield of_reply("with borrowed memory", target.answer(prompt, _ANSWER, stop=True))
+    with scratch() as folder:
+        both = {"directory": f"{folder}/peers"}
+        master = system("master", {"peer": {"role": "master", "capacity": "512MiB", **both}}, 2048)
+        worker = system("worker", {"peer": {"role": "worker", **both}}, 16384)
+        with serving([master]) as (target,):
+            prompt = "".join(documents(70)) + QUESTION
+            try:
+                target.answer(prompt, _ANSWER, stop=True)
+            except ExtError as error:
+                yield Side("own memory: 2,048 tokens", {"answer": f"refused: {str(error)[-160:]}"})
+            with serving([worker]):
+                _wait_until_lent(target)
+                yield of_reply("with borrowed memory", target.answer(prompt, _ANSWER, stop=True))
 
 
 def clusters() -> Iterator[Side]:
     """Shows questions about a text that is stored on an SSD, of which a tenth is read."""
-    folder = run_directory.subdirectory()
-    config = {"clusters": {"directories": [str(folder)]}}
-    with serving([system("clusters", config, 8192)]) as (target,):
-        text = "".join(documents(60))
-        id_ = StoredContexts(target.url).store(text)["id"]
-        yield of_reply("computed", target.answer(text + QUESTION, _ANSWER, stop=True))
-        for title in ("stored, opened for the question", "stored, a tenth read (approximate)"):
-            follow = {"ext_stored": {"id": id_}}
-            reply = target.answer(QUESTION, _ANSWER, stop=True, custom=follow)
-            yield of_reply(title, reply)
+    with scratch() as folder:
+        config = {"clusters": {"directories": [str(folder)]}}
+        with serving([system("clusters", config, 8192)]) as (target,):
+            text = "".join(documents(60))
+            id_ = StoredContexts(target.url).store(text)["id"]
+            yield of_reply("computed", target.answer(text + QUESTION, _ANSWER, stop=True))
+            for title in ("stored, opened for the question", "stored, a tenth read (approximate)"):
+                follow = {"ext_stored": {"id": id_}}
+                reply = target.answer(QUESTION, _ANSWER, stop=True, custom=follow)
+                yield of_reply(title, reply)
 
 
 DEMOS: dict[str, Callable[[], Iterator[Side]]] = {

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from sgl_ext.engine.launch import run_directory
 from sgl_ext.models import SMOLLM2, prepare
 from sgl_ext.serving import server
 from sgl_ext.verify.compare import Reply
@@ -58,6 +61,16 @@ def system(name: str, config: Mapping[str, Any], pool: int) -> server.System:
     arguments = ["--max-total-tokens", str(pool), *server.BESIDE_OTHERS, "--page-size", "16"]
     arguments += server.extension(config)
     return server.System(name, arguments, {"OMP_WAIT_POLICY": "PASSIVE"})
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """Yields a folder, which is removed at the end, or by a later program if this one is killed."""
+    folder = run_directory.subdirectory()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

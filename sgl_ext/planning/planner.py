@@ -116,6 +116,8 @@ class Planner:
         allowed. Call it when the request is considered for admission: the first call starts this
         time.
         """
+        if (request := self.wants.requests.get(name)) is not None:
+            request.seen = self._clock()
         waits = name in self.wants.unopened or name in self.wants.opened
         if not waits and not self.wants.follows(name):
             return True
@@ -328,15 +330,30 @@ class Planner:
             stretches = [(one.begin, one.end) for one in active.pointers.stretches]
         return [active.at.tokens(*run) for run in stretches]
 
-    def report(self, name: Name) -> Restored | None:
-        """Returns the report of a restoration that is complete; None if there is none."""
+    def limit(self, name: Name, end: int) -> None:
+        """Stops to load pages of tokens from ``end`` on, which are not restored."""
+        if (active := self.wants.opened.get(name)) is not None:
+            with self._channels.lock:
+                active.pointers.limit(active.at.before(end))
+                self._channels.changed(active)
+
+    def report(self, name: Name, end: int | None = None) -> Restored | None:
+        """Returns the report of a restoration that is complete; None if there is none.
+
+        Args:
+            end: end of the tokens that were restored; None for those of all pages.
+        """
         if (active := self.wants.opened.get(name)) is None:
             return None
         pointers = active.pointers
-        came = sum(map(pointers.came, range(active.first, pointers.end)))
+        last = pointers.end if end is None else min(active.at.before(end), pointers.end)
+        loaded: dict[str, int] = {}
         with self._channels.lock:
-            loaded = {tier: pages * self.page for tier, pages in active.loaded.items()}
-        computed = max(pointers.end - active.first - came, 0) * self.page
+            for tier, first, behind in pointers.regions():
+                pages = range(max(first, active.first), min(behind, last))
+                if came := sum(map(pointers.came, pages)):
+                    loaded[tier] = loaded.get(tier, 0) + came * self.page
+        computed = max(last - active.first, 0) * self.page - sum(loaded.values())
         seconds = self._clock() - active.arrived
         return Restored(loaded=loaded, computed=computed, seconds=seconds)
 

@@ -105,6 +105,12 @@ class Pointers:
         loaded, even if a load of them is in flight."""
         self.front = max(self.front, end)
 
+    def limit(self, end: int) -> None:
+        """Leaves the pages from ``end`` on to nobody, but for stretches that are being loaded."""
+        for each in self.stretches:
+            if not each.flying:
+                each.end = max(min(each.end, end), each.begin)
+
     def left(self, tier: str) -> int:
         """Returns the number of pages of ``tier`` that neither computing nor loading has taken."""
         return sum(

@@ -85,10 +85,10 @@ class StagedPrefixes(Prefixes):
             )
         self._ready[rid] = agreed.ready
         if agreed.pages:
-            self._decided(rid, keys, kept, agreed.pages)
+            self._decided(rid, kept, agreed.pages)
         return agreed.pages if agreed.ready else 0
 
-    def _decided(self, rid: str, keys: Sequence[Key], kept: Kept, pages: int) -> None:
+    def _decided(self, rid: str, kept: Kept, pages: int) -> None:
         """Is called when the stages have agreed on the first ``pages`` of a request's pages."""
 
     def _begin(self, rid: str, keys: Sequence[Key], begin: int) -> None:

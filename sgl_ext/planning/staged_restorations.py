@@ -59,8 +59,6 @@ class _Found:
     pages: int
     here: int
     """Number of leading pages that host memory had already."""
-    asked: int
-    """Number of pages that tiers are asked for: those of all stages once these have agreed."""
 
 
 class StagedRestorations(StagedPrefixes):
@@ -159,7 +157,7 @@ class StagedRestorations(StagedPrefixes):
             self._planner.release(name)
         here = self._host.lookup(keys)
         if (found := self._restorable.get(rid)) is not None:
-            self._planner.restore(self._want(rid, keys[: found.asked], kept.begin, found.here))
+            self._planner.restore(self._want(rid, keys, kept.begin, found.here))
             return Found(found.pages, ready=True, landed=self._landed(name))
         self._planner.restore(self._want(rid, keys, kept.begin, here))
         self._keep(kept, keys[:here])
@@ -179,19 +177,17 @@ class StagedRestorations(StagedPrefixes):
             pages = run.here + known
             if pages <= here:
                 return Found(here, ready=True)
-        self._restorable[rid] = _Found(pages, run.here, len(keys))
+        self._restorable[rid] = _Found(pages, run.here)
         return Found(pages, ready=True, landed=self._landed(name))
 
     def _landed(self, name: Name) -> bool:
         return not (self._planner.undecided(name) or self._planner.loads(name))
 
-    def _decided(self, rid: str, keys: Sequence[Key], kept: Kept, pages: int) -> None:
-        """Has tiers asked for the pages that will be restored: they load from the last one on."""
+    def _decided(self, rid: str, kept: Kept, pages: int) -> None:
+        """Loads only pages that will be restored: they are loaded from the last one on."""
         found = self._restorable.get(rid)
-        if found is not None and found.here < pages < min(found.asked, found.pages):
-            self._planner.release(_name(rid))
-            found.asked = pages
-            self._planner.restore(self._want(rid, keys[:pages], kept.begin, found.here))
+        if found is not None and pages < found.pages:
+            self._planner.limit(_name(rid), kept.begin + pages * self._planner.page)
 
     def _awaited(self, rid: str) -> bool:
         """Returns whether waiting for the pages costs less than the running requests would lose.
@@ -203,6 +199,8 @@ class StagedRestorations(StagedPrefixes):
             return super()._awaited(rid)
         if not self._planner.patient(_name(rid)):
             return False
+        if self._planner.undecided(_name(rid)):  # given up for others, and asked for again
+            return True
         costs = self._planner.costs
         left = self._planner.spared(_name(rid))
         tokens = sum(map(len, left))

@@ -105,7 +105,7 @@ def restore(
             else:
                 adopt(at, until, planner.places(name, at, until))
             at = until
-        return planner.report(name)
+        return planner.report(name, end)
     finally:
         planner.release(name)
 

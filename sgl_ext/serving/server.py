@@ -64,9 +64,9 @@ class Server:
 
 @contextmanager
 def logs(prefix: str) -> Iterator[Path]:
-    """Yields a folder for logs of servers, which is removed unless the block raises an error.
+    """Yields a folder for logs of servers, which is removed unless the block raises an ExtError.
 
-    An ExtError of the block then names the folder.
+    The error then names the folder.
     """
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     try:
@@ -75,9 +75,7 @@ def logs(prefix: str) -> Iterator[Path]:
         if str(folder) in str(error):
             raise
         raise ExtError(f"{error}; logs of the servers: {folder}") from error
-    except Exception:
-        raise
-    except BaseException:  # interrupted
+    except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)

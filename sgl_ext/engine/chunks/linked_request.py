@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,6 +28,10 @@ class LinkedRequest:
     """Tokens that the request had when it was admitted."""
     spared: Sequence[range] = ()
     """Positions whose KV exists, but is computed because that is expected to be faster."""
+    reached: int = 0
+    """End of the tokens that the forwards so far have computed or linked."""
+    earlier: list[LinkedRequest] = field(default_factory=list)
+    """The same request before it was interrupted or retracted in the middle of its prompt."""
 
     def blended(self, start: int, end: int) -> Candidates | None:
         """Returns the linked tokens in ``start .. end - 1`` among which CacheBlend selects.

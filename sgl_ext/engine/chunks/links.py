@@ -17,7 +17,7 @@ from sgl_ext.engine.chunks.blend import Candidates
 from sgl_ext.engine.chunks.linked_request import LinkedRequest
 from sgl_ext.engine.chunks.moves import Move, Moves, moves_of
 from sgl_ext.engine.chunks.parameters import composition_of
-from sgl_ext.engine.chunks.report import Linked, report
+from sgl_ext.engine.chunks.report import COUNTED, Linked, report
 from sgl_ext.engine.chunks.rope import verified_rope
 from sgl_ext.engine.chunks.search import ChunkSearch, Found, Wanted
 from sgl_ext.engine.core.requests import precedence
@@ -32,6 +32,8 @@ from sgl_ext.planning.plan import Compute, Link, PrefillPlan, Span
 from sgl_ext.planning.planner import Landed
 from sgl_ext.planning.want import Name, Want
 
+_EARLIER = "_sgl_ext_linked_before"
+"""Attribute of SGLang's ``Req``: see :attr:`LinkedRequest.earlier`."""
 _LEADS = 4
 """Maximum number of earlier turns of a conversation that are searched for a lead."""
 
@@ -154,8 +156,10 @@ class ChunkLinks:
             self.forget(req.rid)
         tokens = len(req.origin_input_ids)
         plan = PrefillPlan([Span(0, tokens, Compute())])
+        if (earlier := getattr(req, _EARLIER, None)) is None:
+            setattr(req, _EARLIER, earlier := [])
         self._requests[req.rid] = LinkedRequest(
-            composition, tokens, found, plan, req.prefix_len, spared
+            composition, tokens, found, plan, req.prefix_len, spared, earlier=earlier
         )
         self.plan(req.rid)
         return self.report(req)
@@ -220,9 +224,21 @@ class ChunkLinks:
         """Returns the report of an acquired request's plan; None if the prompt has no chunks."""
         if (request := self._requests.get(req.rid)) is None:
             return None
-        return report(
+        found = report(
             request.composition, request.plan, request.prefix, request.spared, part=req.prefix_len
         )
+        for one in request.earlier:
+            until = min(one.reached, request.prefix)  # what was lost of it is linked again
+            more = report(one.composition, one.plan, one.prefix, one.spared, until=until)
+            for name in COUNTED:
+                found[name] += more[name]
+            found["prefix"] += more["prefix"]
+        return found
+
+    def reached(self, req: Req) -> None:
+        """Records how far the next forward of an acquired request comes."""
+        if (request := self._requests.get(req.rid)) is not None:
+            request.reached = req.extend_end
 
     def fill(self, rid: str, spans: Sequence[Span], start: int, slots: NDArray[np.int64]) -> None:
         """Copies linked KV to the slots of its tokens; see
@@ -295,6 +311,9 @@ class ChunkLinks:
             self._plans.pop(rid, None)
             for found in request.found.values():
                 self._search.let_go(found)
+            request.found = {}
+            if 0 < request.reached < request.tokens:
+                request.earlier.append(request)
 
     def _lead(self, req: Req, prefix: int) -> Wanted | None:
         """Returns the beginning of the prompt of which another prompt has most KV on the device.

@@ -156,6 +156,7 @@ class ChunksPower(Power[Chunks]):
 
     def continued(self, req: Req) -> None:
         """Reports the links of a prompt when its last part is admitted, as they are known then."""
+        self.links.reached(req)
         last = req.extend_end >= len(req.full_untruncated_fill_ids)
         # Reported once, not again after a retraction.
         if not last or told(req, self.name) or (linked := self.links.report(req)) is None:

@@ -43,6 +43,7 @@ def report(
     spared: Iterable[range] = (),
     *,
     part: int = 0,
+    until: int | None = None,
 ) -> Linked:
     """Returns the report of ``plan`` for the tokens behind the cached ``prefix`` of a request.
 
@@ -51,10 +52,12 @@ def report(
             the length of the prompt.
         spared: positions whose KV exists and is not loaded or copied.
         part: first token of the prompt's last forward, in which its end selects tokens.
+        until: end of the tokens that are reported; None for that of the prompt.
     """
+    last = len(plan) if until is None else until
     lead, linked = np.zeros(len(plan), bool), np.zeros(len(plan), bool)
     blended = 0
-    for start, end, source in plan.between(min(prefix, len(plan)), len(plan)):
+    for start, end, source in plan.between(min(prefix, last), last):
         if not isinstance(source, Link):
             continue
         if source.chunk == LEAD:
@@ -63,15 +66,16 @@ def report(
             linked[start:end] = True
             chunk = composition.chunks[source.chunk]
             blended += chunk.blend * (end - start)
-    behind = np.arange(len(plan)) >= prefix
+    behind = (np.arange(len(plan)) >= prefix) & (np.arange(len(plan)) < last)
     chunks = _mask(plan, (range(one.at, one.at + one.length) for one in composition.chunks))
     wanted = np.zeros(len(plan), bool)
     for chunk in composition.chunks:
         wanted[chunk.at + np.array(chunk.recompute, np.int64)] = True
     left = chunks & behind & ~lead & ~wanted & ~linked
     chosen = left & _mask(plan, spared)
-    begin = max(prefix, part)
-    selected = blended // 100 + composition.selected(plan.between(begin, len(plan)))
+    selected = blended // 100
+    if until is None:
+        selected += composition.selected(plan.between(max(prefix, part), len(plan)))
     return Linked(
         power="chunks", exact=False, method=composition.method,
         linked=_count(linked) - selected, recomputed=_count(wanted & behind & ~lead) + selected,

@@ -11,7 +11,7 @@ from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.core.meta_info import tell
 from sgl_ext.engine.core.power import Power
 from sgl_ext.engine.core.releases import linker_arguments
-from sgl_ext.engine.core.sglang_types import PrefillAdder, Req, Scheduler, ServerArgs
+from sgl_ext.engine.core.sglang_types import PrefillAdder, Req, ScheduleBatch, Scheduler, ServerArgs
 from sgl_ext.engine.core.tracing import trace
 from sgl_ext.engine.core.unserved import Unserved, require_served
 from sgl_ext.engine.tiers import hooks, page_hash
@@ -110,9 +110,15 @@ class TiersPower(Power[Tiers]):
 
     def poll(self) -> None:
         self.planner.advance()
-        self._loading = [each for each in self._loading if not self._traced(*each)]
+        self._trace_loads()
         if self._metrics is not None and self._metrics.due:
             self._metrics.update(self.describe())
+
+    def forwarded(self, batch: ScheduleBatch) -> None:
+        self._trace_loads()  # before SGLang ends the traces of requests that have ended
+
+    def _trace_loads(self) -> None:
+        self._loading = [each for each in self._loading if not self._traced(*each)]
 
     def _traced(self, req: Req, restored: Mapping[str, Restored]) -> bool:
         """Adds the span of a request's load if it has ended; returns whether it has.

@@ -286,6 +286,9 @@ class Links:
     def plan(self, _rid: str) -> None:
         pass
 
+    def reached(self, _req: Any) -> None:
+        pass
+
     def admitted(self, rid: str) -> None:
         self.uses += 1
 
