@@ -84,6 +84,14 @@ ROWS: dict[str, Sequence[Panel]] = {
             {"replacements": rate("peer_replacements")},
         ),
         Panel(
+            "Clusters: failures", "Lost devices; requests per second that were refused or ended.",
+            "short",
+            {
+                "lost devices": each("clusters_lost_devices"),
+                "requests": rate("clusters_failed_requests"),
+            },
+        ),
+        Panel(
             "Error of predictions", "Median relative error of the cost model, by what it predicts.",
             "percentunit", {"{{kind}}": each("planning_error", "kind", of="max")},
         ),

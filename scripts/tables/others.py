@@ -94,9 +94,9 @@ TABLES: dict[str, Table | Figures] = {
             for power in ("tiers", "chunks", "restore", "swap", "clusters")
         },
         [
-            before := Column("before", "seconds_p50", S, {"column": 0}),
-            before._replace(title="with the power", match={"column": 1}),
-            before._replace(title="another way of it", match={"column": 2}),
+            first := Column("first column", "seconds_p50", S, {"column": 0}),
+            first._replace(title="second", match={"column": 1}),
+            first._replace(title="third", match={"column": 2}),
         ],
     ),
     "together": Table(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,9 @@ from sgl_ext.progress import Progress
 
 PARTS = (*DEMOS,)
 
+_TOOK = "took"
 Times = Sequence[tuple[str, float]]
-"""Titles and seconds of the columns of a demonstration that have a time."""
+"""Titles and seconds of the columns of a demonstration that have a time, and of all of it."""
 
 
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
@@ -37,7 +39,9 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
 
 def times_of(power: str) -> Times:
     """Returns the times of one run of a demonstration."""
-    return [(each.title, each.seconds) for each in DEMOS[power]() if each.seconds is not None]
+    began = time.monotonic()
+    found = [(each.title, each.seconds) for each in DEMOS[power]() if each.seconds is not None]
+    return [*found, (_TOOK, time.monotonic() - began)]
 
 
 def add_times(report: Report, found: Mapping[str, Sequence[Times]]) -> None:
@@ -48,6 +52,7 @@ def add_times(report: Report, found: Mapping[str, Sequence[Times]]) -> None:
     """
     for power, rounds in found.items():
         columns = {title: [dict(times)[title] for times in rounds] for title, _ in rounds[0]}
+        report.figures[f"demo_{power}_took_s"] = statistics.median(columns.pop(_TOOK))
         first = next(iter(columns.values()))
         for number, (title, seconds) in enumerate(columns.items()):
             report.runs.append(

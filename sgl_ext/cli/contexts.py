@@ -9,7 +9,7 @@ from typing import Annotated, Optional
 import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from sgl_ext.cli.app import (
     DEFAULT_URL,
@@ -135,7 +135,16 @@ def _print(contexts: tuple[ContextInfo, ...], *, as_json: bool) -> None:
     if as_json:
         print_json({"contexts": msgspec.to_builtins(contexts)})
         return
-    table = Table("id", "tokens", "MiB", "method", "expires in", "pinned", box=None, pad_edge=False)
+    table = Table(
+        Column("id", no_wrap=True),
+        "tokens",
+        "MiB",
+        "method",
+        "expires in",
+        "pinned",
+        box=None,
+        pad_edge=False,
+    )
     for each in contexts:
         left = "never" if each.expires_in is None else f"{each.expires_in:,.0f} s"
         size = f"{each.bytes / 2**20:,.1f}"

@@ -10,7 +10,7 @@ from typing import Annotated, Optional
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from sgl_ext.cli.app import (
     DEFAULT_URL,
@@ -81,7 +81,7 @@ def list_(
     if as_json:
         print_json(found)
         return
-    table = Table("id", "tokens", "MiB", "state", box=None, pad_edge=False)
+    table = Table(Column("id", no_wrap=True), "tokens", "MiB", "state", box=None, pad_edge=False)
     for each in found["contexts"]:
         size = each["bytes"] / 2**20
         table.add_row(each["id"], f"{each['tokens']:,}", f"{size:,.1f}", "stored")

@@ -101,7 +101,15 @@ def _chunks(found: State) -> str:
 
 
 def _restore(found: State) -> str:
-    return f"{found['interrupted']:,} prompts interrupted for others"
+    tokens = [
+        f"{count:,} computed meanwhile" if source == "computed" else f"{count:,} from {source}"
+        for source, count in found["tokens"].items()
+    ]
+    return (
+        f"{found['prompts']:,} prompts restored"
+        + (f": {', '.join(tokens)} (tokens)" if tokens else "")
+        + f"; {found['interrupted']:,} interrupted for others"
+    )
 
 
 def _swap(found: State) -> str:

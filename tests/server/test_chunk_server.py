@@ -39,7 +39,7 @@ DEADLINE_S = 240.0
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     arguments = ("--max-total-tokens", "4096", "--page-size", "16", "--dtype", "float32")
-    arguments += ("--enable-metrics",)
+    arguments += ("--enable-metrics", "--enable-cache-report")
     config = json.dumps({"chunks": {"method": "lego-16", "link": "always"}})
     environment = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
     system = System("chunks", (*arguments, "--enable-ext", "--ext-config", config), environment)
@@ -234,6 +234,25 @@ def test_offline_method_recomputes_selected_tokens_of_each_chunk(
     assert entry["linked"] > 200
 
 
+def test_completions_link_contexts(server: Server, texts: list[str]) -> None:
+    (context,) = create(server, texts[0])
+    prompt = [part("Look here: "), part(context), part(" Is it a text?")]
+    greedy = {"temperature": 0, "max_new_tokens": 8}
+    expected = post(server, "/generate", text=prompt, sampling_params=greedy).json()
+    body = {"model": "", "prompt": prompt, "temperature": 0, "max_tokens": 8}
+    found = post(server, "/v1/completions", **body).json()
+    assert found["choices"][0]["text"] == expected["text"]
+    assert found["usage"]["prompt_tokens"] == expected["meta_info"]["prompt_tokens"]
+    lines = post(
+        server, "/v1/completions", **body, stream=True, stream_options={"include_usage": True}
+    ).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert "".join(c["text"] for each in chunks for c in each["choices"]) == expected["text"]
+    # What the first request has linked is found on the device.
+    for usage in (found["usage"], chunks[-1]["usage"]):
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 200
+
+
 def test_chats_link_contexts_of_their_own_tenant(server: Server, texts: list[str]) -> None:
     ids = create(server, *texts[:2], cache_salt="chat")
     parts = [part("Read this. "), part(ids[1]), part(ids[0]), part("What is it about?")]
@@ -248,6 +267,8 @@ def test_chats_link_contexts_of_their_own_tenant(server: Server, texts: list[str
     assert entry["method"] == "lego-16"
     assert (entry["recomputed"], entry["missing"]) == (32, 0)
     assert entry["linked"] > 200
+    details = first.json()["usage"]["prompt_tokens_details"]
+    assert details["cached_tokens"] == one["meta_info"]["cached_tokens"] >= entry["linked"]
     # The second request hits the KV that the first one has linked.
     assert other["message"] == one["message"]
     assert other["meta_info"]["cached_tokens"] > 250

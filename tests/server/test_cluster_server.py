@@ -148,6 +148,31 @@ def test_reading_all_blocks_equals_dense_attention(
         ]  # fmt: skip
 
 
+def test_requests_of_every_route_follow_a_context(
+    server: Server, stored: dict[str, Any], asked: tuple[list[int], list[list[int]]]
+) -> None:
+    prompt, follow = asked[1][0], {"ext_stored": {"id": stored["id"], "sparsity": 1.0}}
+    expected = generate(server, prompt, stored["id"], sparsity=1.0).json()
+
+    def post(path: str, **body: Any) -> dict[str, Any]:
+        answer = requests.post(f"{server.url}{path}", json={**body, **follow}, timeout=DEADLINE_S)
+        assert answer.ok, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    sampling = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+    found = post("/generate", input_ids=prompt, sampling_params=sampling)
+    assert found["output_ids"] == expected["output_ids"]
+    more = {"model": "", "temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    found = post("/v1/completions", prompt=prompt, **more)
+    assert found["choices"][0]["text"] == expected["text"]
+    messages = [{"role": "user", "content": "Who is it about?"}]
+    chat = post("/v1/chat/completions", messages=messages, **more)
+    for each in (found, chat):
+        (entry,) = each["sglext"]["ext"]
+        assert (entry["power"], entry["context"]) == ("clusters", stored["id"])
+
+
 def test_a_context_larger_than_the_kv_pool_is_stored(
     server: Server, asked: tuple[list[int], list[list[int]]], model: Path, tmp_path: Path
 ) -> None:

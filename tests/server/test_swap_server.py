@@ -112,7 +112,7 @@ def test_preempted_requests_keep_their_answers(server: Server, prompts: list[lis
     while (found := metrics(server)).get("swapped_in_total") != swap["swapped_in"]:
         assert time.monotonic() < deadline, found
         time.sleep(0.1)
-    assert found["swapped"] == 0
+    assert found["waiting"] == 0
     assert found["busy_seconds_total"] > 0
     assert found["recomputed_total"] == 0
 

@@ -22,6 +22,7 @@ CONTEXT = {
     "id": "ctx-1", "tokens": 700, "bytes": 1 << 20, "method": "lego-16", "expires_in": None,
     "pinned": False,
 }  # fmt: skip
+RESTORED = {"interrupted": 4, "prompts": 2, "tokens": {}}
 STORED = {"id": "stx-1", "tokens": 701, "bytes": 1 << 21, "index_bytes": 7, "model": "m"}
 
 
@@ -93,7 +94,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.asked.append(("GET", self.path, None))
         if self.path == "/server_info":
-            live = {"sgl_ext": {"restore": {"interrupted": 4}}}
+            live = {"sgl_ext": {"restore": RESTORED}}
             info = {"sgl_ext": {"version": "1"}, "internal_states": [live]}
             more = {"max_total_num_tokens": 1, "max_req_input_len": 1}
             self._send("application/json", json.dumps({**info, **more}))
@@ -224,10 +225,19 @@ def test_top_shows_the_servers_that_answer_and_names_the_others(url: str) -> Non
     nobody = "http://127.0.0.1:9"
     both = run("top", nobody, url, "--once")
     assert both.exit_code == 1 and nobody in both.stderr
-    assert "4 prompts interrupted" in both.stdout
+    assert "2 prompts restored" in both.stdout
     found = run("top", nobody, url, "--json")
-    assert json.loads(found.stdout) == {
-        url.removeprefix("http://127.0.0.1"): {"restore": {"interrupted": 4}}
-    }
+    assert json.loads(found.stdout) == {url.removeprefix("http://127.0.0.1"): {"restore": RESTORED}}
     refused = run("top", url)
     assert refused.exit_code == 2 and "add --once" in refused.stderr
+
+
+def test_ids_are_whole_at_80_columns(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setitem(CONTEXT, "id", "ctx-" + 22 * "x")
+    monkeypatch.setitem(CONTEXT, "bytes", 1 << 40)
+    monkeypatch.setitem(CONTEXT, "method", "primed+offline-16")
+    monkeypatch.setitem(STORED, "id", "a-name-of-sixty-characters-" + 33 * "x")
+    monkeypatch.setitem(STORED, "bytes", 1 << 40)
+    for group, context in (("contexts", CONTEXT), ("stored", STORED)):
+        assert context["id"] in run(group, "list", "--url", url).stdout

@@ -26,7 +26,7 @@ def state(**changes: Any) -> dict[str, Any]:
     return {
         "tiers": {"host": tier(), "ssd": tier(available=False, failures={"checksum": 3})},
         "chunks": {"requests": 7, "linked": 9000, "recomputed": 80, "missing": 0, "computed": 5},
-        "restore": {"interrupted": 4},
+        "restore": {"interrupted": 4, "prompts": 3, "tokens": {"ssd": 5000, "computed": 1200}},
         "swap": {
             "swapped_out": 9, "swapped_in": 8, "swapped": 1, "recomputed": 2,
             "recomputed_tokens": 500,
@@ -70,7 +70,9 @@ def test_every_power_is_shown_within_the_width(width: int) -> None:
         assert words in shown
     flat = " ".join(shown.split())
     for words in (
-        "7 prompts, 9,000 tokens linked", "4 prompts interrupted",
+        "7 prompts, 9,000 tokens linked",
+        "3 prompts restored: 5,000 from ssd, 1,200 computed meanwhile (tokens); 4 interrupted",
+
         "9 requests swapped out, 8 resumed", "1 contexts open", "75% in memory", "1 devices lost",
     ):  # fmt: skip
         assert words in flat

@@ -65,6 +65,8 @@ class StoredContexts:
         self._open = OpenContexts(config, geometry, longest, engine)
         self._followers: dict[str, Follower] = {}
         self._metrics: StoredMetrics | None = None
+        self._failed = 0
+        """Requests that were refused or ended because of their context."""
 
     def ask(self, req: Req, asked: FollowsStored) -> Follower:
         """Adds SGLang's ``req`` as a follower, and starts to open its context.
@@ -200,11 +202,20 @@ class StoredContexts:
     def refuse(self, rid: str, error: ExtError) -> None:
         """Removes a waiting request from the followers, and records why it is to be aborted."""
         self.refused[rid] = error
+        self._failed += 1
         self._followers.pop(rid, None)
+
+    def lost(self, rid: str) -> bool:
+        """Returns whether the latest forward of a request gave no valid output, and forgets it."""
+        lost = rid in self.given_up
+        self.given_up.discard(rid)
+        self._failed += lost
+        return lost
 
     def give_up(self, why: str) -> None:
         """Ends the requests of all followers; from now on no context can be followed."""
         self.stale = why
+        self._failed += len(self._followers)
         for follower in self._followers.values():
             end_request(follower.req, why)
 
@@ -229,8 +240,10 @@ class StoredContexts:
         if self._metrics is None:
             self._metrics = StoredMetrics(metrics)
         if self._metrics.due:
-            opened = len(self._open.stored)
-            self._metrics.update(self._open.costs, opened, len(self._followers))
+            opened = self._open.stored.values()
+            lost = sum(each.memory.lost for each in opened)
+            followed = len(self._followers)
+            self._metrics.update(self._open.costs, len(opened), followed, lost, self._failed)
 
     @property
     def _followed(self) -> set[str]:

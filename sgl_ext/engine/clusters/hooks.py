@@ -54,10 +54,7 @@ def _on_finish(req: Req, new_accepted_len: int = 1) -> None:
         return
     if power.device is not None:
         power.device.end()  # every forward that was launched has called all layers
-    if req.rid not in power.stored.given_up:
-        return
-    power.stored.given_up.discard(req.rid)
-    if new_accepted_len and req.output_ids:
+    if power.stored.lost(req.rid) and new_accepted_len and req.output_ids:
         req.output_ids.pop()
 
 

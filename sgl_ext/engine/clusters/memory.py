@@ -118,6 +118,11 @@ class StoredMemory:
         """Returns the slot of the layer's first sink."""
         return layer * self._layer
 
+    @property
+    def lost(self) -> int:
+        """Number of devices that are given up."""
+        return len(self._reader.lost)
+
     def describe(self) -> dict[str, object]:
         """Returns the numbers of reads and of wanted blocks, for ``/server_info``."""
         counts = {"fetched": self.fetched, "prefetched": self.prefetched, "in_memory": self.hits}

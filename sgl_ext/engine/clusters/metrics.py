@@ -29,20 +29,31 @@ class StoredMetrics(Paced):
             for name, text in (
                 ("open", "Stored contexts that are open."),
                 ("followed", "Requests that follow a stored context."),
+                ("lost_devices", "Devices that open contexts have lost, summed over contexts."),
             )
         }
+        self._failed = metrics.counter(
+            "sglang_ext:clusters_failed_requests",
+            "Requests refused or ended because their context could not be opened or read.",
+        )
         self._totals = Totals()
 
-    def update(self, totals: Mapping[str, float], opened: int, followed: int) -> None:
+    def update(
+        self, totals: Mapping[str, float], opened: int, followed: int, lost: int, failed: int
+    ) -> None:
         """Sets every metric.
 
         Args:
             totals: blocks and seconds since the process began, summed over all contexts.
             opened: number of open contexts.
             followed: number of requests that follow a context.
+            lost: number of devices that open contexts have lost.
+            failed: number of requests that were refused or ended since the process began.
         """
         self._updated()
         for name, total in totals.items():
             self._totals.set(self._blocks if name in BLOCKS else self._seconds, total, name)
         self._gauges["open"].of().set(opened)
         self._gauges["followed"].of().set(followed)
+        self._gauges["lost_devices"].of().set(lost)
+        self._totals.set(self._failed, failed)

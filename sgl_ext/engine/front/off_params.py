@@ -34,6 +34,6 @@ class OffParams(Front):
             for key, section in self._sections.items():
                 if custom.get(key) is not None:
                     raise SectionOffError(
-                        f"{key} in custom_params requires the section {section}, which is off; "
+                        f"{key} requires the section {section}, which is off; "
                         "start the server with it in its --ext-config"
                     )

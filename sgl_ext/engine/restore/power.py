@@ -27,6 +27,7 @@ from sgl_ext.engine.core.tracing import trace
 from sgl_ext.engine.core.unserved import LORA
 from sgl_ext.engine.restore import interruption, setup, stages
 from sgl_ext.engine.restore.prompt import Prompt, prompt_of
+from sgl_ext.engine.restore.totals import RestoreTotals
 from sgl_ext.engine.step import cached_tokens
 from sgl_ext.planning.plan import Load, LoadOrCompute, Source, Span
 from sgl_ext.planning.request import Restored
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from sgl_ext.engine.core.runtime import ExtRuntime
-    from sgl_ext.engine.restore.metrics import RestoreMetrics
     from sgl_ext.engine.step.forward import PlannedForward
     from sgl_ext.engine.step.rows import Row
     from sgl_ext.planning.planner import Planner
@@ -90,7 +90,9 @@ class RestorePower(Power[Restore]):
     """Adder of this step if a prompt gave way to others in it; None otherwise."""
     _alone: bool = False
     """Whether a prompt gave way in the last step, and no other one was admitted in it."""
-    _metrics: RestoreMetrics | None = None
+    _totals: RestoreTotals
+    _within: dict[str, Req]
+    """Requests whose prefix is restored within their last forward, by id."""
 
     def require_resolved(self, view: ServerArgs, model: ModelConfig) -> None:
         setup.require_parts(self.section, view.page_size, view.chunked_prefill_size)
@@ -113,10 +115,7 @@ class RestorePower(Power[Restore]):
         self.stack.keepers.append(lambda: self.prefixes.give_up_one(ext.plans))
         self._linker = ext.tiers.linker
         self._linker.restoring = self
-        if ext.metrics is not None:
-            from sgl_ext.engine.restore.metrics import RestoreMetrics
-
-            self._metrics = RestoreMetrics(ext.metrics)
+        self._totals, self._within = RestoreTotals(ext.metrics), {}
 
     # --- before admission ------------------------------------------------------------------------
 
@@ -244,11 +243,11 @@ class RestorePower(Power[Restore]):
             seconds = time.monotonic() - held.since
             held.told = {"power": self.name, "exact": True, "seconds": seconds}
             tell(req, held.told)  # the sources of the KV are known when the forward has ended
-            trace(req, self.name, seconds)
+            self._within[rid] = req
         elif (found := self.planner.report(rid)) is not None:
             tell(req, {"power": self.name, "exact": True, **found})
             trace(req, self.name, found["seconds"], computed=found["computed"], **found["loaded"])
-            self._count(found)
+            self._totals.count(found)
 
     def owned(self, req: Req) -> bool:
         """Returns whether another power provides or records the KV of a request."""
@@ -327,7 +326,9 @@ class RestorePower(Power[Restore]):
         loaded = {held.source: self.prefixes.used(rid)}
         restored = Restored(loaded=loaded, computed=held.computed, seconds=held.told["seconds"])
         held.told |= restored
-        self._count(restored)
+        if (req := self._within.pop(rid, None)) is not None:
+            trace(req, self.name, restored["seconds"], computed=held.computed, **loaded)
+        self._totals.count(restored)
 
     # --- other calls -----------------------------------------------------------------------------
 
@@ -336,6 +337,7 @@ class RestorePower(Power[Restore]):
 
     def reset(self) -> None:
         """Gives up all restorations, so that their prompts are computed."""
+        self._within.clear()
         for name in (*self.planner.clear(), *self.prefixes.clear()):
             if isinstance(name, str):
                 self._ext.plans.pop(name, None)
@@ -344,14 +346,10 @@ class RestorePower(Power[Restore]):
         self.reset()
 
     def describe(self) -> Mapping[str, object]:
-        return {"interrupted": self.planner.interrupted}
+        return {"interrupted": self.planner.interrupted, **self._totals.describe()}
 
     def close(self) -> None:
         self.reset()
-
-    def _count(self, restored: Restored) -> None:
-        if self._metrics is not None:
-            self._metrics.count(restored)
 
     def _count_loaded(self, req: Req) -> None:
         """Counts the tokens of a request's next part that tiers have loaded, by tier."""

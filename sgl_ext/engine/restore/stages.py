@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
 from sgl_ext.engine.core.tracing import trace
 from sgl_ext.engine.restore import setup
 from sgl_ext.engine.restore.prompt_forward import compute, extend_batch
+from sgl_ext.engine.restore.totals import RestoreTotals
 from sgl_ext.engine.step import cached_tokens
 from sgl_ext.errors import ExtError
 from sgl_ext.planning.request import Restored
@@ -30,7 +32,6 @@ from sgl_ext.tiers.arena import Pages
 if TYPE_CHECKING:
     from sgl_ext.engine.core.runtime import ExtRuntime
     from sgl_ext.engine.restore.input_rows import InputRows
-    from sgl_ext.engine.restore.metrics import RestoreMetrics
     from sgl_ext.planning.planner import Planner
     from sgl_ext.tiers.stack import TierStack
 
@@ -54,7 +55,7 @@ class StagedRestorePower(Power[Restore]):
     stack: TierStack
     rows: InputRows | None = None
     _in_sequence: bool = False
-    _metrics: RestoreMetrics | None = None
+    _totals: RestoreTotals
 
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
         from sglang.srt.runtime_context import get_parallel, get_schedule
@@ -81,10 +82,8 @@ class StagedRestorePower(Power[Restore]):
         if experiment := os.environ.get(EXPERIMENT):
             logger.warning("%s is set: this server is part of an experiment", EXPERIMENT)
         self._in_sequence = experiment == IN_SEQUENCE
-        if ext.metrics is not None and first:  # the others restore the same requests
-            from sgl_ext.engine.restore.metrics import RestoreMetrics
-
-            self._metrics = RestoreMetrics(ext.metrics)
+        # The other stages restore the same requests.
+        self._totals = RestoreTotals(ext.metrics if first else None)
 
     def matching(self, req: Req, prefix: int) -> None:  # noqa: ARG002
         """Excludes prompts whose tokens alone do not determine their KV, and those of sessions."""
@@ -143,8 +142,7 @@ class StagedRestorePower(Power[Restore]):
         tell(req, {"power": self.name, "exact": True, **restored})
         loaded = restored["loaded"]
         trace(req, self.name, restored["seconds"], computed=restored["computed"], **loaded)
-        if self._metrics is not None:
-            self._metrics.count(restored)
+        self._totals.count(restored)
         if not req.retracted_stain:
             req.cached_tokens -= tokens
             req.cached_tokens_host -= tokens
@@ -153,6 +151,9 @@ class StagedRestorePower(Power[Restore]):
 
     def _running(self) -> int:
         return sum(len(batch.reqs) for batch in self._scheduler.running_mbs)
+
+    def describe(self) -> Mapping[str, object]:
+        return {"interrupted": 0, **self._totals.describe()}
 
     def poll(self) -> None:
         if self.rows is not None:

@@ -27,7 +27,7 @@ class SwapMetrics(Paced):
             name: metrics.counter(f"sglang_ext:swap_{name}", text)
             for name, text in _COUNTERS.items()
         }
-        self._swapped = metrics.gauge("sglang_ext:swap_swapped", "Swapped-out requests that wait.")
+        self._swapped = metrics.gauge("sglang_ext:swap_waiting", "Swapped-out requests that wait.")
         self._totals = Totals()
 
     def update(self, found: Mapping[str, float]) -> None:

@@ -30,10 +30,10 @@ from sgl_ext.chunks.split import Split
 from sgl_ext.config import Chunks
 from sgl_ext.engine.chunks import splitting
 from sgl_ext.engine.chunks.api import CreateContexts, install
-from sgl_ext.engine.chunks.middleware import _read
 from sgl_ext.engine.chunks.parameters import MARKED
 from sgl_ext.engine.chunks.service import ALONE, ContextService
 from sgl_ext.engine.front import client_gone
+from sgl_ext.engine.front.bodies import read
 from sgl_ext.engine.front.errors import refusal
 from sgl_ext.errors import ExtError
 from sgl_ext.marks import mark
@@ -59,6 +59,7 @@ def client(service: ContextService) -> TestClient:
 
     @app.post("/generate")
     @app.post("/v1/chat/completions")
+    @app.post("/v1/completions")
     async def echo(request: Request) -> Any:
         return await request.json()
 
@@ -718,9 +719,12 @@ def test_marks_in_chats_are_found_escaped_or_unescaped(client: TestClient) -> No
     [
         ({"cache_salt": ["a"]}, "the cache_salt of a prompt with contexts must be a string"),
         ({"custom_params": "x"}, "custom_params must be an object, found 'x'"),
-        ({"text": [{"type": "text", "text": None}]}, "a part of text must be a string"),
-        ({"text": [{"type": "text", "text": "a"}, 5]}, "a part of text must be a string.* found 5"),
-        ({"text": [{"type": "image", "text": "a"}]}, "a part of text must be a string"),
+        ({"text": [{"type": "text", "text": None}]}, "a part of a prompt must be a string"),
+        (
+            {"text": [{"type": "text", "text": "a"}, 5]},
+            "a part of a prompt must be a string.* found 5",
+        ),
+        ({"text": [{"type": "image", "text": "a"}]}, "a part of a prompt must be a string"),
         (
             {"text": [{"type": "ext_context", "id": True}]},
             "the id of a context must be .* found True",
@@ -734,7 +738,8 @@ def test_malformed_parts_are_rejected_with_400(
     (context,) = create(client, "chunk")
     parts = [{"type": "ext_context", "id": context["id"]}]
     body = {"messages": [{"role": "user", "content": parts}], **more}
-    answer = client.post("/v1/chat/completions", json=body)
+    path = "/generate" if "text" in more else "/v1/chat/completions"
+    answer = client.post(path, json=body)
     assert answer.status_code == 400
     assert re.search(message, answer.json()["error"]["message"])
 
@@ -746,19 +751,35 @@ def test_bodies_are_read_below_a_root_path(client: TestClient) -> None:
     assert below.post("/below/generate", json=body).json() == {"text": mark(context["id"])}
 
 
+def test_contexts_stand_in_the_prompt_of_completions(client: TestClient) -> None:
+    (context,) = create(client, "chunk")
+    part = {"type": "ext_context", "id": context["id"]}
+    whole = {"prompt": ["See: ", part, {"type": "text", "text": "Well?"}], "temperature": 0}
+    answer = client.post("/v1/completions", json=whole)
+    assert answer.json() == {"prompt": f"See: {mark(context['id'])}Well?", "temperature": 0}
+    for plain in ("text", ["two", "texts"], [1, 2], [[1], [2]]):
+        answer = client.post("/v1/completions", json={"prompt": plain, "user": "ext_context"})
+        assert answer.json()["prompt"] == plain
+    refused = client.post("/v1/completions", json={**whole, "echo": True})
+    assert refused.status_code == 400
+    assert "echo does not support" in refused.json()["error"]["message"]
+    part["id"] = "ctx-none"
+    assert client.post("/v1/completions", json=whole).status_code == 404
+
+
 def test_bodies_above_the_size_limit_are_passed_on_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sgl_ext.engine.chunks.middleware._LARGEST_BODY", 10)
+    monkeypatch.setattr("sgl_ext.engine.front.bodies._LARGEST_BODY", 10)
     coming = [{"body": b"0123456789", "more_body": True}] * 2 + [{"body": b"0"}]
     waiting = iter(coming)
 
     async def receive() -> Any:
         return next(waiting)
 
-    assert asyncio.run(_read(receive)) == (coming[:2], b"")
+    assert asyncio.run(read(receive)) == (coming[:2], b"")
     waiting = iter(coming[2:])
-    assert asyncio.run(_read(receive)) == (coming[2:], b"0")
+    assert asyncio.run(read(receive)) == (coming[2:], b"0")
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])

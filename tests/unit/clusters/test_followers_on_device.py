@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,9 +75,10 @@ class Forwards:
         ]
         opened = opened or {}
         self.stored: Any = SimpleNamespace(
-            given_up=set(), running=None,
+            given_up=set(), running=None, _failed=0,
             context=lambda one: opened.get(one.name, setup.attention),
         )  # fmt: skip
+        self.stored.lost = partial(StoredContexts.lost, self.stored)
         self.pool: Any = SimpleNamespace(
             start_layer=2, get_key_buffer=lambda layer: setup.pool[layer - 2, :, 0]
         )
@@ -349,7 +351,8 @@ def test_a_model_that_skips_attention_layers_ends_its_followers(
         monkeypatch.setattr(runtime, "current", SimpleNamespace(clusters=power))
         req: Any = SimpleNamespace(rid="2", output_ids=[5, 6])
         hooks._on_finish(req)
-        assert req.output_ids == [5]
+        hooks._on_finish(req)  # its next forward is whole
+        assert (req.output_ids, forwards.stored._failed) == ([5], 1)
         forwards.stored.given_up.add("2")
     assert forwards.stored.given_up == {"0", "2", "3", "4"}
     assert "attention in 2 of 3 layers" in forwards.reqs[2].to_finish.message
