@@ -41,4 +41,19 @@ TABLES: dict[str, Table | Figures] = {
             for share in (0, 25, 50, 75, 100)
         ],
     ),
+    "field-ruler": Table(
+        "field",
+        "accuracy on tasks like RULER's",
+        {"stock SGLang": {"system": "stock"}}
+        | {
+            f"`{method}`": {"system": method}
+            for method in ("lego-16", "blend-15", "primed+offline-16")
+        },
+        [
+            Column(
+                kind.replace("all", "all, of 24"), "accuracy", PERCENT, {"what": f"ruler, {kind}"}
+            )
+            for kind in ("single", "multi-key", "multi-value", "variables", "all")
+        ],
+    ),
 }
