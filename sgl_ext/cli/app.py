@@ -96,12 +96,19 @@ def text_of(file: Path) -> str:
     return text
 
 
-def delete_each(delete: Callable[[str], None], ids: Iterable[str]) -> None:
-    """Deletes contexts one by one, and prints the id of each."""
+def delete_each(delete: Callable[[str], None], ids: Iterable[str], *, as_json: bool) -> None:
+    """Deletes contexts one by one, and prints the id of each, also if a later one fails."""
+    deleted = []
     with failing():
-        for id_ in ids:
-            delete(id_)
-            print(f"deleted {id_}")
+        try:
+            for id_ in ids:
+                delete(id_)
+                deleted.append(id_)
+                if not as_json:
+                    print(f"deleted {id_}")
+        finally:
+            if as_json:
+                print_json({"deleted": deleted})
 
 
 def fail(message: str, code: int = 1) -> NoReturn:

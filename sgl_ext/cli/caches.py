@@ -29,12 +29,18 @@ app.add_typer(_cache, name="cache")
 
 @_cache.command()
 def clear(
-    url: UrlOption = DEFAULT_URL, api_key: KeyOption = None, admin_api_key: AdminKeyOption = None
+    url: UrlOption = DEFAULT_URL,
+    api_key: KeyOption = None,
+    admin_api_key: AdminKeyOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Empties the caches in device and host memory; KV on SSDs and in the store stays."""
     with failing():
         Target(url, api_key, admin_api_key).flush()
-    print("cleared")
+    if as_json:
+        print_json({"cleared": True})
+    else:
+        print("cleared")
 
 
 @_cache.command()

@@ -88,9 +88,10 @@ def delete(
     url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
     cache_salt: SaltOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Deletes contexts; requests that already link them continue."""
-    delete_each(ContextCache(url, api_key, cache_salt).delete, ids)
+    delete_each(ContextCache(url, api_key, cache_salt).delete, ids, as_json=as_json)
 
 
 @_contexts.command()

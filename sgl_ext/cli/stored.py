@@ -102,9 +102,11 @@ def delete(
     api_key: KeyOption = None,
     admin_api_key: AdminKeyOption = None,
     cache_salt: SaltOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Deletes stored contexts; requests that follow them run to their end."""
-    delete_each(StoredContexts(url, admin_api_key or api_key, cache_salt).delete, ids)
+    delete = StoredContexts(url, admin_api_key or api_key, cache_salt).delete
+    delete_each(delete, ids, as_json=as_json)
 
 
 @app.command()

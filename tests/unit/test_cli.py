@@ -194,6 +194,13 @@ def test_stored_contexts_are_stored_listed_and_deleted(url: str, tmp_path: Path)
     assert Handler.asked[-1][:2] == ("DELETE", "/ext/clusters/a%2Fb")
 
 
+@pytest.mark.parametrize("group", ["contexts", "stored"])
+def test_deleted_contexts_are_printed_as_json(url: str, group: str) -> None:
+    found = run(group, "delete", "one", "guarded", "--url", url, "--json")
+    assert found.exit_code == 1  # the second one needs another key
+    assert json.loads(found.stdout) == {"deleted": ["one"]}
+
+
 def test_stored_contexts_are_deleted_with_the_admin_key(url: str) -> None:
     delete = ("stored", "delete", "guarded", "--url", url)
     refused = run(*delete, "--api-key", "user")
