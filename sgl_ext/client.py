@@ -51,7 +51,8 @@ def with_scheme(url: str) -> str:
 def part(context: str | ContextInfo) -> dict[str, str]:
     """Returns the part that names a context in a prompt.
 
-    It goes among the parts of a chat message's ``content``, or of the ``text`` of ``/generate``.
+    It goes among the parts of a chat message's ``content``, of the ``text`` of ``/generate``, or of
+    the ``prompt`` of ``/v1/completions``.
     """
     id_ = context if isinstance(context, str) else context.id
     return {"type": "ext_context", "id": id_}

@@ -15,7 +15,7 @@ from sgl_ext.verify.target import Target
 from sgl_ext.verify.texts import Texts
 
 _ANSWER = 12
-_TURNS = 4
+_TURNS = 6
 _SLOW = 30_000_000
 """Bytes per second of the slowed SSD: about as many as a core computes KV of SmolLM2."""
 _LENDING_S = 60.0
@@ -87,13 +87,13 @@ def swap() -> Iterator[Side]:
         title: {"tiers": {"host": {"capacity": size}}, "swap": {"capacity": size, **turns}}
         for title, size in sizes.items()
     }
-    systems = [system(name.partition(" ")[0], each, 1024) for name, each in configs.items()]
+    systems = [system(name.partition(" ")[0], each, 1536) for name, each in configs.items()]
     with serving(systems) as targets:
         for title, target in zip(configs, targets, strict=True):
             prompts = [*Texts(target).draw(_TURNS, 300)]
             began = time.monotonic()
             with ThreadPoolExecutor(len(prompts)) as pool:
-                replies = [*pool.map(lambda ids, of=target: of.answer(ids, 80), prompts)]
+                replies = [*pool.map(lambda ids, of=target: of.answer(ids, 75), prompts)]
             seconds = time.monotonic() - began
             tokens = sum(len(each.tokens) for each in replies)
             swapped = sum(bool(each.entries) for each in replies)

@@ -16,6 +16,7 @@ from sgl_ext.chunks.split import Split
 from sgl_ext.config import Chunks
 from sgl_ext.engine.chunks.middleware import Parts
 from sgl_ext.engine.chunks.service import ContextService
+from sgl_ext.engine.front.bodies import add_innermost
 from sgl_ext.engine.front.client_gone import while_connected
 from sgl_ext.engine.front.events import Tell, events
 from sgl_ext.engine.front.text import Text
@@ -143,4 +144,4 @@ def router(service: ContextService) -> APIRouter:
 def install(app: FastAPI, service: ContextService, config: Chunks) -> None:
     """Adds the routes and the middleware to SGLang's HTTP server before the server starts."""
     app.include_router(router(service))
-    app.add_middleware(Parts, contexts=service.contexts, automatic=config.automatic)
+    add_innermost(app, Parts, contexts=service.contexts, automatic=config.automatic)

@@ -47,6 +47,9 @@ class Parts(Bodies):
         parts = b'"type"' in body and (self._automatic or path in _PROMPTS)
         return parts or any(sign in body for sign in _SIGNS)
 
+    def needs(self, body: bytes) -> bool:
+        return _SIGNS[0] in body
+
     def rewrite(self, path: str, request: dict[str, Any]) -> None:
         """Puts marks in place of the parts that name contexts.
 

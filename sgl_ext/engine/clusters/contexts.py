@@ -80,6 +80,7 @@ class StoredContexts:
         if (known := self._followers.get(req.rid)) is not None:
             return known
         if self.stale:
+            self._failed += 1
             raise ExtError(self.stale)
         share = self._config.sparsity if asked.sparsity is None else asked.sparsity
         if share > self._config.largest:
@@ -101,6 +102,7 @@ class StoredContexts:
             ExtError: contexts cannot be followed any more.
         """
         if self.stale:
+            self._failed += 1
             raise ExtError(self.stale)
         if req.rid not in self._followers:
             follower = Follower((record_id(asked),), 1.0, req, time.monotonic(), recorded=asked)

@@ -34,7 +34,7 @@ class StoredMetrics(Paced):
         }
         self._failed = metrics.counter(
             "sglang_ext:clusters_failed_requests",
-            "Requests refused or ended because their context could not be opened or read.",
+            "Requests with a stored context that the scheduler has refused or ended.",
         )
         self._totals = Totals()
 

@@ -16,28 +16,33 @@ def traced(req: Req) -> bool:
     return bool(req.time_stats.trace_ctx.tracing_enable)
 
 
-def trace(req: Req, stage: str, seconds: float, **found: float | str) -> None:
-    """Adds a span that ends now to the request's trace, and its duration to the metrics.
+def trace(
+    req: Req, stage: str, seconds: float, *, ended: float | None = None, **found: float | str
+) -> None:
+    """Adds a span to the request's trace, and its duration to the metrics.
 
     The span needs a traced request, the duration a server with metrics.
 
     Args:
         stage: name of the span, without the prefix ``ext_``.
         seconds: duration of the span; 0 for an event, which the metrics do not count.
+        ended: end of the span, on the clock of :func:`time.perf_counter`; None for now.
         found: attributes of the span.
     """
     ext = runtime.current
     if seconds and ext is not None and ext.stage_metrics is not None:
         ext.stage_metrics.observe(stage, seconds)
     if traced(req):
-        add_span(req, stage, seconds, **found)
+        add_span(req, stage, seconds, ended=ended, **found)
 
 
-def add_span(req: Req, stage: str, seconds: float, **found: float | str) -> None:
+def add_span(
+    req: Req, stage: str, seconds: float, *, ended: float | None = None, **found: float | str
+) -> None:
     """Adds a span to the trace of a request that is traced; see :func:`trace`."""
     from sglang.srt.observability.req_time_stats import RequestStageConfig
 
-    now = time.perf_counter()  # the clock of SGLang's stages
+    end = time.perf_counter() if ended is None else ended  # the clock of SGLang's stages
     req.time_stats.trace_slice(
-        RequestStageConfig(f"ext_{stage}", level=_LEVEL), now - seconds, now, found
+        RequestStageConfig(f"ext_{stage}", level=_LEVEL), end - seconds, end, found
     )

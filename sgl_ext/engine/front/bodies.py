@@ -8,13 +8,20 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import orjson
-from fastapi import Request
+from fastapi import FastAPI, Request
+from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sgl_ext.engine.front.errors import refusal
 from sgl_ext.errors import ExtError
 
 _LARGEST_BODY = 64 << 20
+
+
+class TooLargeError(ExtError):
+    """Error for a body that cannot be read as a whole, and may not be passed on as it is."""
+
+    status = 413
 
 
 class Bodies(ABC):
@@ -35,6 +42,10 @@ class Bodies(ABC):
         """Returns whether a body has to be read: others are passed on as they are."""
 
     @abstractmethod
+    def needs(self, body: bytes) -> bool:
+        """Returns whether SGLang would ignore a part of this body if it were not read here."""
+
+    @abstractmethod
     def rewrite(self, path: str, request: dict[str, Any]) -> None:
         """Changes a request in place.
 
@@ -47,9 +58,14 @@ class Bodies(ABC):
         if scope["type"] != "http" or path not in self.paths:
             await self._app(scope, receive, send)
             return
-        messages, body = await read(receive)
-        if self.concerns(path, body):
+        messages, body, whole = await read(receive)
+        if self.concerns(path, body) if whole else self.needs(body):
             try:
+                if not whole:
+                    raise TooLargeError(
+                        f"a body of more than {_LARGEST_BODY >> 20} MiB cannot name contexts; send "
+                        "fewer prompts at once"
+                    )
                 body = self._rewritten(path, body)
             except (ExtError, RecursionError, orjson.JSONEncodeError) as error:
                 if not isinstance(error, ExtError):
@@ -95,11 +111,18 @@ def object_of(request: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {**(found or {})}
 
 
-async def read(receive: Receive) -> tuple[list[Message], bytes]:
-    """Returns the messages of a request body, and the body.
+def add_innermost(app: FastAPI, middleware: type[Bodies], **options: Any) -> None:
+    """Adds a middleware behind all others, before the server starts.
 
-    Stops when more than :data:`_LARGEST_BODY` bytes have come and more follow; the returned body is
-    then empty, so that the request is passed on unchanged.
+    Those of SGLang decompress bodies, and answer for other origins.
+    """
+    app.user_middleware.append(Middleware(middleware, **options))
+
+
+async def read(receive: Receive) -> tuple[list[Message], bytes, bool]:
+    """Returns the messages of a request body, the body, and whether it is whole.
+
+    Stops when more than :data:`_LARGEST_BODY` bytes have come and more follow.
     """
     messages, body = [], bytearray()
     while True:
@@ -107,6 +130,6 @@ async def read(receive: Receive) -> tuple[list[Message], bytes]:
         messages.append(message)
         body += message.get("body", b"")
         if not message.get("more_body"):
-            return messages, bytes(body)
+            return messages, bytes(body), True
         if len(body) > _LARGEST_BODY:
-            return messages, b""
+            return messages, bytes(body), False

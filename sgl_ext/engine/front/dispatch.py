@@ -10,6 +10,7 @@ from sgl_ext.engine.core.activation import carried_by, refuse
 from sgl_ext.engine.core.power import Answer
 from sgl_ext.engine.core.sglang_types import GenerateReqInput, ServerArgs, TokenizerManager
 from sgl_ext.engine.front import errors, openai_reports
+from sgl_ext.engine.front.bodies import add_innermost
 from sgl_ext.engine.front.fronts import add_front, fronts_of
 from sgl_ext.engine.front.off_params import OffParams
 from sgl_ext.engine.front.top_params import TopParams
@@ -56,7 +57,7 @@ def _serve(
     if params := {kind.param: kind.name for kind in off if kind.param}:
         add_front(manager, OffParams(params))
     if keys := {kind.param for kind in ORDER if kind.param}:
-        app.add_middleware(TopParams, keys=keys)
+        add_innermost(app, TopParams, keys=keys)
     app.add_middleware(openai_reports.OpenaiReports)
     # The middleware that is added last is the outermost one, and sees what the others raise.
     errors.install(app, {kind.name: kind.path for kind in off if kind.path})

@@ -19,7 +19,7 @@ class TopParams(Bodies):
 
     SGLang's requests ignore fields that they do not know, and would be answered as if these had not
     been given. ``custom_params`` are at the top level of OpenAI requests, and in the sampling
-    parameters of ``/generate``, where a top-level one is taken, too.
+    parameters of ``/generate``, where the keys are also taken from top-level ``custom_params``.
 
     Args:
         app: ASGI application behind the middleware.
@@ -35,22 +35,23 @@ class TopParams(Bodies):
         self._keys = frozenset(keys)
         self._signs = tuple(f'"{key}"'.encode() for key in self._keys)
 
-    def concerns(self, path: str, body: bytes) -> bool:
-        return any(sign in body for sign in self._signs) or (
-            path == _GENERATE and b'"custom_params"' in body
-        )
+    def concerns(self, path: str, body: bytes) -> bool:  # noqa: ARG002
+        return self.needs(body)
+
+    def needs(self, body: bytes) -> bool:
+        return any(sign in body for sign in self._signs)
 
     def rewrite(self, path: str, request: dict[str, Any]) -> None:
         given = {key: request.pop(key) for key in self._keys & request.keys()}
         given = {key: value for key, value in given.items() if value is not None}
-        if path == _GENERATE:
-            given = _joined(request, given)
+        if path == _GENERATE and isinstance(top := request.get(_CUSTOM), dict):
+            own = {key: top.pop(key) for key in self._keys & top.keys()}
+            given = _joined({_CUSTOM: own}, given)
         if not given:
             return
         if path != _GENERATE:
             request[_CUSTOM] = _joined(request, given)
             return
-        request.pop(_CUSTOM, None)
         params = request.get("sampling_params")
         each = params if isinstance(params, list) else [params]
         made = [

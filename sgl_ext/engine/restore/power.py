@@ -91,8 +91,8 @@ class RestorePower(Power[Restore]):
     _alone: bool = False
     """Whether a prompt gave way in the last step, and no other one was admitted in it."""
     _totals: RestoreTotals
-    _within: dict[str, Req]
-    """Requests whose prefix is restored within their last forward, by id."""
+    _within: dict[str, tuple[Req, float]]
+    """Requests whose prefix is restored within their last forward, and its start, by id."""
 
     def require_resolved(self, view: ServerArgs, model: ModelConfig) -> None:
         setup.require_parts(self.section, view.page_size, view.chunked_prefill_size)
@@ -243,7 +243,7 @@ class RestorePower(Power[Restore]):
             seconds = time.monotonic() - held.since
             held.told = {"power": self.name, "exact": True, "seconds": seconds}
             tell(req, held.told)  # the sources of the KV are known when the forward has ended
-            self._within[rid] = req
+            self._within[rid] = req, time.perf_counter()
         elif (found := self.planner.report(rid)) is not None:
             tell(req, {"power": self.name, "exact": True, **found})
             trace(req, self.name, found["seconds"], computed=found["computed"], **found["loaded"])
@@ -326,8 +326,10 @@ class RestorePower(Power[Restore]):
         loaded = {held.source: self.prefixes.used(rid)}
         restored = Restored(loaded=loaded, computed=held.computed, seconds=held.told["seconds"])
         held.told |= restored
-        if (req := self._within.pop(rid, None)) is not None:
-            trace(req, self.name, restored["seconds"], computed=held.computed, **loaded)
+        if (within := self._within.pop(rid, None)) is not None:
+            req, began = within
+            seconds = restored["seconds"]
+            trace(req, self.name, seconds, ended=began, computed=held.computed, **loaded)
         self._totals.count(restored)
 
     # --- other calls -----------------------------------------------------------------------------

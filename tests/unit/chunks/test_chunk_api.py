@@ -767,6 +767,25 @@ def test_contexts_stand_in_the_prompt_of_completions(client: TestClient) -> None
     assert client.post("/v1/completions", json=whole).status_code == 404
 
 
+def test_bodies_above_the_size_limit_may_not_name_contexts(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (context,) = create(client, "chunk")
+    monkeypatch.setattr("sgl_ext.engine.front.bodies._LARGEST_BODY", 99)
+    named = json.dumps({"text": [{"type": "ext_context", "id": context["id"]}, "x" * 200]}).encode()
+    plain = json.dumps({"text": "x" * 200}).encode()
+
+    def halves(body: bytes) -> Iterator[bytes]:
+        yield body[:150]
+        yield body[150:]
+
+    answer = client.post("/generate", content=halves(named), headers=JSON)
+    assert answer.status_code == 413
+    assert "cannot name contexts" in answer.json()["error"]["message"]
+    answer = client.post("/generate", content=halves(plain), headers=JSON)
+    assert answer.json() == json.loads(plain)
+
+
 def test_bodies_above_the_size_limit_are_passed_on_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -777,9 +796,9 @@ def test_bodies_above_the_size_limit_are_passed_on_unchanged(
     async def receive() -> Any:
         return next(waiting)
 
-    assert asyncio.run(read(receive)) == (coming[:2], b"")
+    assert asyncio.run(read(receive)) == (coming[:2], b"01234567890123456789", False)
     waiting = iter(coming[2:])
-    assert asyncio.run(read(receive)) == (coming[2:], b"0")
+    assert asyncio.run(read(receive)) == (coming[2:], b"0", True)
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])

@@ -57,13 +57,17 @@ def test_openai_requests_take_the_parameter_beside_the_others(
     ],
 )
 @pytest.mark.parametrize(
-    "given", [{"ext_stored": FOLLOW}, {"custom_params": {"ext_stored": FOLLOW}}]
+    ("given", "left"),
+    [
+        ({"ext_stored": FOLLOW}, {}),
+        ({"custom_params": {"ext_stored": FOLLOW, "b": 3}}, {"custom_params": {"b": 3}}),
+    ],
 )
 def test_generate_takes_them_at_the_top_level(
-    client: TestClient, params: Any, found: Any, given: dict[str, Any]
+    client: TestClient, params: Any, found: Any, given: dict[str, Any], left: dict[str, Any]
 ) -> None:
     body = {"text": "a", "sampling_params": params, **given}
-    assert sent(client, "/generate", body) == {"text": "a", "sampling_params": found}
+    assert sent(client, "/generate", body) == {"text": "a", "sampling_params": found, **left}
 
 
 def test_a_parameter_with_two_values_is_refused(client: TestClient) -> None:
@@ -87,12 +91,16 @@ def test_a_parameter_with_two_values_is_refused(client: TestClient) -> None:
         {"text": "ext_stored"},
         {"text": "a", "sampling_params": {"custom_params": {"other": 1}}},
         {"text": "a", "sampling_params": 7, "custom_params": {"other": 1}},
+        {
+            "text": "a",
+            "custom_params": {"other": 1},
+            "sampling_params": {"custom_params": {"a": 2}},
+        },
+        {"text": "a", "custom_params": "none"},
     ],
 )
 def test_other_requests_are_passed_on(client: TestClient, body: dict[str, Any]) -> None:
     expected = {key: value for key, value in body.items() if key not in ("ext_stored",)}
-    if body.get("sampling_params") == 7:
-        expected.pop("custom_params")
     assert sent(client, "/generate", body) == expected
     assert sent(client, "/other", body) == body
 
