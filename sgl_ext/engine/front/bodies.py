@@ -116,7 +116,7 @@ def add_innermost(app: FastAPI, middleware: type[Bodies], **options: Any) -> Non
 
     Those of SGLang decompress bodies, and answer for other origins.
     """
-    app.user_middleware.append(Middleware(middleware, **options))
+    app.user_middleware.append(Middleware(middleware, **options))  # type: ignore[arg-type]
 
 
 async def read(receive: Receive) -> tuple[list[Message], bytes, bool]:
