@@ -30,6 +30,7 @@ from sgl_ext.chunks.split import Split
 from sgl_ext.config import Chunks
 from sgl_ext.engine.chunks import splitting
 from sgl_ext.engine.chunks.api import CreateContexts, install
+from sgl_ext.engine.chunks.middleware import Parts
 from sgl_ext.engine.chunks.parameters import MARKED
 from sgl_ext.engine.chunks.service import ALONE, ContextService
 from sgl_ext.engine.front import client_gone
@@ -767,23 +768,37 @@ def test_contexts_stand_in_the_prompt_of_completions(client: TestClient) -> None
     assert client.post("/v1/completions", json=whole).status_code == 404
 
 
+@pytest.mark.parametrize("named", [True, False])
 def test_bodies_above_the_size_limit_may_not_name_contexts(
-    client: TestClient, monkeypatch: pytest.MonkeyPatch
+    service: ContextService, monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
-    (context,) = create(client, "chunk")
     monkeypatch.setattr("sgl_ext.engine.front.bodies._LARGEST_BODY", 99)
-    named = json.dumps({"text": [{"type": "ext_context", "id": context["id"]}, "x" * 200]}).encode()
-    plain = json.dumps({"text": "x" * 200}).encode()
+    kind = "ext_context" if named else "text"
+    body = json.dumps({"text": [{"type": kind, "id": "ctx-1"}, "x" * 200]}).encode()
+    coming = [
+        {"type": "http.request", "body": body[:150], "more_body": True},
+        {"type": "http.request", "body": body[150:], "more_body": False},
+    ]
+    passed, sent = [], []
 
-    def halves(body: bytes) -> Iterator[bytes]:
-        yield body[:150]
-        yield body[150:]
+    async def app(_scope: Any, receive: Any, _send: Any) -> None:
+        passed.extend([await receive(), await receive()])
 
-    answer = client.post("/generate", content=halves(named), headers=JSON)
-    assert answer.status_code == 413
-    assert "cannot name contexts" in answer.json()["error"]["message"]
-    answer = client.post("/generate", content=halves(plain), headers=JSON)
-    assert answer.json() == json.loads(plain)
+    async def run() -> None:
+        waiting = iter(coming)
+
+        async def receive() -> Any:
+            return next(waiting)
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "path": "/generate", "headers": [], "method": "POST"}
+        await Parts(app, service.contexts, automatic=True)(scope, receive, send)
+
+    asyncio.run(run())
+    assert passed == ([] if named else coming)
+    assert [each["status"] for each in sent if "status" in each] == [413] * named
 
 
 def test_bodies_above_the_size_limit_are_passed_on_unchanged(
