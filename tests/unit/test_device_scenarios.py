@@ -19,7 +19,7 @@ ROUNDS = int(os.environ.get("SGLEXT_ROUNDS", "0")) or 2000
 PARTS = 10
 LENT = max(ROUNDS // 20, 1)
 """Scenarios in which memory is lent, whose blocks are 5,000 times as large."""
-MOST = 1000
+MOST = 4000
 """Scenarios within which each planted fault is found."""
 HAPPENS = (
     "load", "fill", "fill tokens", "layers", "tokens", "withdrawn", "deferred",
