@@ -28,7 +28,11 @@ class Panel(NamedTuple):
 
 
 def each(name: str, *by: str, of: str = "sum") -> str:
-    """Returns the expression of a gauge: its sum over all ranks, or ``of`` them, by some labels."""
+    """Returns the expression of a metric's value, aggregated over all ranks by some labels.
+
+    Args:
+        of: PromQL aggregation operator.
+    """
     found = f"sglang_ext:{name}{{{_EVERY}}}"
     return f"{of} by ({', '.join(by)}) ({found})" if by else f"{of}({found})"
 
@@ -39,7 +43,10 @@ def rate(name: str, *by: str) -> str:
 
 
 def once(name: str, *by: str) -> str:
-    """Returns the expression of the rate of what every rank of a server counts alike."""
+    """Returns the expression of a counter's rate on the first rank of each server.
+
+    It is for counters that have the same value on all ranks.
+    """
     return _rate(name, _FIRST_RANK, by)
 
 
@@ -66,10 +73,7 @@ ROWS: dict[str, Sequence[Panel]] = {
             # A rate would not show a reason's first failures, which begin its series.
             "Tiers: pages that failed since the start", "Computed instead. By tier and reason.",
             "short",
-            {
-                "{{tier}} {{reason}}": "sum by (tier, reason) "
-                f"(sglang_ext:tiers_failures_total{{{_EVERY}}})"
-            },
+            {"{{tier}} {{reason}}": each("tiers_failures_total", "tier", "reason")},
         ),
         Panel(
             "Tiers: available", "0: the tier is off, see the server's log.", "short",

@@ -57,9 +57,8 @@ def calibrate(
         The profile, and the path that it was saved to.
 
     Raises:
-        ExtError: The configuration has nothing to calibrate, an argument is not one for a measured
-            server, a server does not start or answer, or
-            a tier has loaded nothing.
+        ExtError: The configuration has nothing to calibrate, an argument is not allowed for a
+            measured server, a server does not start or answer, or a tier has loaded nothing.
         OSError: the profile cannot be written.
         ValueError: the forwards do not determine the costs.
     """

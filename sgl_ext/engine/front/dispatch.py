@@ -56,8 +56,7 @@ def _serve(
     off = [kind for kind in ORDER if kind.name not in on]
     if params := {kind.param: kind.name for kind in off if kind.param}:
         add_front(manager, OffParams(params))
-    if keys := {kind.param for kind in ORDER if kind.param}:
-        add_innermost(app, TopParams, keys=keys)
+    add_innermost(app, TopParams, keys={kind.param for kind in ORDER if kind.param})
     app.add_middleware(openai_reports.OpenaiReports)
     # The middleware that is added last is the outermost one, and sees what the others raise.
     errors.install(app, {kind.name: kind.path for kind in off if kind.path})
