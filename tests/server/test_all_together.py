@@ -280,8 +280,11 @@ def test_the_metrics_of_the_dashboard_exist(sides: dict[str, Side]) -> None:
 def test_traces_have_the_spans_of_all_powers(sides: dict[str, Side], collected: Collector) -> None:
     """Runs behind the tests that use every power. SGLang's own spans contain ours."""
     del sides
-    stages = ("tiers_load", "restore", "chunks_link", "clusters_open", "swap_out", "swap_in")
-    wanted = {f"ext_{stage}" for stage in (*stages, "peer_read")}
+    stages = (
+        "tiers_lookup", "tiers_load", "restore", "chunks_link", "clusters_open", "clusters_read",
+        "swap_out", "swap_in", "swapped", "peer_read", "wait",
+    )  # fmt: skip
+    wanted = {f"ext_{stage}" for stage in stages}
 
     def complete() -> bool:
         spans = [*collected.spans]  # a span is exported before the one that contains it
@@ -294,3 +297,12 @@ def test_traces_have_the_spans_of_all_powers(sides: dict[str, Side], collected: 
     until(complete, within=60)
     assert all(each["lent_tokens"] > 0 for each in collected.attributes("ext_peer_read"))
     assert any(each.get("ssd", 0) > 0 for each in collected.attributes("ext_restore"))
+    assert any(
+        0 < each["found"] <= each["pages"] for each in collected.attributes("ext_tiers_lookup")
+    )
+    assert any(each["fetched"] > 0 for each in collected.attributes("ext_clusters_read"))
+    assert any("clusters" in str(each["powers"]) for each in collected.attributes("ext_wait"))
+    lasting = ("chunks_link", "swap_out", "swapped", "wait")
+    for span in collected.spans:
+        if span.name.removeprefix("ext_") in lasting:
+            assert span.end_time_unix_nano > span.start_time_unix_nano, span.name

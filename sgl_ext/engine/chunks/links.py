@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +37,18 @@ _EARLIER = "_sgl_ext_linked_before"
 """Attribute of SGLang's ``Req``: see :attr:`LinkedRequest.earlier`."""
 _LEADS = 4
 """Maximum number of earlier turns of a conversation that are searched for a lead."""
+
+
+class Copied(NamedTuple):
+    """Copy of linked KV to its slots."""
+
+    seconds: float
+    """Duration; on a device, that of the launch."""
+    ended: float
+    """End, on the clock of :func:`time.perf_counter`."""
+    tokens: int
+    method: str
+    """Names of the prompt's link methods."""
 
 
 class ChunkLinks:
@@ -80,6 +93,8 @@ class ChunkLinks:
         self._requests: dict[str, LinkedRequest] = {}
         self._asked: set[str] = set()
         """Ids of the requests for whose chunks lower tiers were asked."""
+        self.copied: dict[str, Copied] = {}
+        """Copies of linked KV since the last forward, by request id."""
         self._had_turn: set[str] = set()
         """Ids of the waiting requests that were considered for admission."""
 
@@ -262,11 +277,12 @@ class ChunkLinks:
             delta = link.at - chunk.origin
             targets = slots[positions - start]
             moves.append(Move(chunk.slots, chunk.places, positions - link.at, targets, delta))
-        began = time.monotonic()
+        began = time.perf_counter()
         self._move(moves)
+        ended, tokens = time.perf_counter(), sum(len(one.targets) for one in moves)
+        self.copied[rid] = Copied(ended - began, ended, tokens, request.composition.method)
         if self._costs is not None and self._slab.device is None:  # it has ended
-            tokens = sum(len(one.targets) for one in moves)
-            choices.linked(self._costs, tokens, rid, time.monotonic() - began)
+            choices.linked(self._costs, tokens, rid, ended - began)
 
     def blended(self, rid: str, start: int, end: int) -> Candidates | None:
         """Returns what :meth:`LinkedRequest.blended` does; None for a request without chunks."""

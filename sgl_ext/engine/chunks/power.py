@@ -20,6 +20,7 @@ from sgl_ext.engine.core.sglang_types import (
     PrefillAdder,
     RadixTree,
     Req,
+    ScheduleBatch,
     Scheduler,
     ServerArgs,
     TokenizerManager,
@@ -162,13 +163,23 @@ class ChunksPower(Power[Chunks]):
         if not last or told(req, self.name) or (linked := self.links.report(req)) is None:
             return
         tell(req, linked)
-        trace(req, "chunks_link", 0.0, method=linked["method"], **{c: linked[c] for c in COUNTED})
         cached_tokens.count(req, self.name, linked["linked"] + linked["prefix"])
         self._counts["requests"] += 1
         for name in COUNTED:
             self._counts[name] += linked[name]
         if self._metrics is not None:
             self._metrics.count(linked)
+
+    def forwarded(self, batch: ScheduleBatch) -> None:
+        if not self.links.copied:
+            return
+        for req in batch.reqs:
+            if (one := self.links.copied.get(req.rid)) is not None:
+                trace(
+                    req, "chunks_link", one.seconds, ended=one.ended,
+                    method=one.method, tokens=one.tokens,
+                )  # fmt: skip
+        self.links.copied.clear()
 
     def describe(self) -> Mapping[str, object]:
         return {name: self._counts[name] for name in ("requests", *COUNTED)}

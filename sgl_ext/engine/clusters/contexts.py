@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -200,6 +201,10 @@ class StoredContexts:
         context = self._open.find(follower.ids[0])
         assert context is not None  # noqa: S101
         return context
+
+    def costs(self, follower: Follower) -> Counter[str]:
+        """Returns the costs of the open contexts of a request, for all that follow them."""
+        return self._open.costs_of(follower.ids)
 
     def refuse(self, rid: str, error: ExtError) -> None:
         """Removes a waiting request from the followers, and records why it is to be aborted."""

@@ -160,6 +160,11 @@ class OpenContexts:
         """Costs of following contexts, those that are closed included: blocks and seconds."""
         return sum(map(_costs, self.stored.values()), self._past)
 
+    def costs_of(self, ids: Collection[str]) -> Counter[str]:
+        """Returns the costs of some contexts, as far as they are open, as :attr:`costs`."""
+        stored = self.stored
+        return sum((_costs(stored[id_]) for id_ in ids if id_ in stored), Counter[str]())
+
     def _unused(self, followed: Collection[str]) -> set[str]:
         return {id_ for id_, one in self._open.items() if one.done() and id_ not in followed}
 

@@ -104,6 +104,7 @@ class ClustersPower(Power[Clusters]):
         from sgl_ext.engine.clusters.contexts import StoredContexts
         from sgl_ext.engine.clusters.geometry import geometry_of
         from sgl_ext.engine.clusters.joined import verified_rope
+        from sgl_ext.engine.clusters.reads import StoredReads
         from sgl_ext.engine.clusters.recorder import Recorder
         from sgl_ext.memory.streams import streams_of
 
@@ -119,6 +120,7 @@ class ClustersPower(Power[Clusters]):
         longest = scheduler.model_config.context_len
         rope = verified_rope(runner.model)
         self.stored = StoredContexts(config, geometry, longest, ext.transfers, rope)
+        self._reads = StoredReads(self.stored)
         forwards = scheduler.forward_stream if scheduler.enable_overlap else None
         self.recorder = Recorder(slab, geometry, folders[0], streams_of(slab.device, forwards))
         if on_device:
@@ -250,6 +252,13 @@ class ClustersPower(Power[Clusters]):
             return Own.of([each.long().numpy() for each in slots], [lengths[row] for row in some])
 
         self.stored.running = StoredForward(self.stored, followers, lengths, own)
+
+    def forwarding(self, batch: ScheduleBatch) -> None:
+        if self.stored.any:
+            self._reads.begin(batch)
+
+    def forwarded(self, batch: ScheduleBatch) -> None:
+        self._reads.end(batch)
 
     def eager(self, batch: ForwardBatch) -> bool:
         return self.device is not None and self.device.eager

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from sgl_ext.engine.core import runtime
 from sgl_ext.engine.core.sglang_types import Req
 
 _LEVEL = 2
 """Level of SGLang's stages that contain others; ``SGLANG_TRACE_LEVEL`` chooses the levels."""
+EACH_STEP = 3
+"""Level of SGLang's stages that each decode step has."""
 
 
 def traced(req: Req) -> bool:
@@ -33,16 +36,22 @@ def trace(
     if seconds and ext is not None and ext.stage_metrics is not None:
         ext.stage_metrics.observe(stage, seconds)
     if traced(req):
-        add_span(req, stage, seconds, ended=ended, **found)
+        add_span(req, stage, seconds, found, ended=ended)
 
 
 def add_span(
-    req: Req, stage: str, seconds: float, *, ended: float | None = None, **found: float | str
+    req: Req,
+    stage: str,
+    seconds: float,
+    found: Mapping[str, float | str],
+    *,
+    ended: float | None = None,
+    level: int = _LEVEL,
 ) -> None:
     """Adds a span to the trace of a request that is traced; see :func:`trace`."""
     from sglang.srt.observability.req_time_stats import RequestStageConfig
 
     end = time.perf_counter() if ended is None else ended  # the clock of SGLang's stages
     req.time_stats.trace_slice(
-        RequestStageConfig(f"ext_{stage}", level=_LEVEL), end - seconds, end, found
+        RequestStageConfig(f"ext_{stage}", level=level), end - seconds, end, dict(found)
     )

@@ -40,7 +40,7 @@ class LentReads:
         for req in filter(traced, batch.reqs):
             if lent := self._lent(req):
                 waited = self._waited_seconds - self._waited
-                add_span(req, "peer_read", waited, lent_tokens=lent)
+                add_span(req, "peer_read", waited, {"lent_tokens": lent})
 
     def _lent(self, req: Req) -> int:
         """Returns the number of the request's tokens that are in workers' memory."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
-from sgl_ext.engine.core import hooks, runtime
+from sgl_ext.engine.core import deferral, hooks, runtime
 from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.runtime import ExtRuntime
 from sgl_ext.engine.core.sglang_types import PrefillAdder, Req
@@ -49,6 +50,7 @@ def _tried(
         result = original(adder, req, *args, **kw)
     if admitted := _admitted(adder, req):
         ownership.check_admitted(adder, req)
+        deferral.ended(req)
         if adder.new_chunked_req is req:
             budget.reserve_rest(adder, req)
     for power in ext.inside_out:
@@ -78,8 +80,13 @@ def _preempt(original: Original, adder: PrefillAdder, req: Req) -> object:
 def planned(ext: ExtRuntime, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
     """Returns whether admission may be tried; if so, the request has a new plan."""
     # All powers are asked, because this call starts to load what the request needs.
-    ready = [power.ready(adder, req, continuing) for power in ext.inside_out]
-    return all(ready) and all(power.plan(adder, req) for power in ext.inside_out)
+    late = [power for power in ext.inside_out if not power.ready(adder, req, continuing)]
+    if not late:
+        refused = (power for power in ext.inside_out if not power.plan(adder, req))
+        late = [*islice(refused, 1)]
+    if late:
+        deferral.deferred(req, (power.name for power in late))
+    return not late
 
 
 def _decided(ext: ExtRuntime, adder: PrefillAdder, req: Req) -> object | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from sgl_ext.engine.core.sglang_types import Node, RadixTree, Req, TreeLock
+from sgl_ext.engine.swap import spans
 from sgl_ext.memory.tickets import State, Ticket, outlast
 from sgl_ext.planning import choices
 from sgl_ext.planning.costs import Costs
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 
 class _Flight(NamedTuple):
+    req: Req
     key: RadixKey
     """SGLang's ``RadixKey`` of all tokens up to the last of these pages."""
     first: int
@@ -100,7 +102,7 @@ class SwapAhead:
         ticket = self._stack.holds.begin_fill(pages, blocks)
         self._stack.in_flight.begin(blocks, ticket)
         key = RadixKey(ids, req.extra_key, cache_salt=req.cache_salt)
-        self._flights[req.rid] = _Flight(key, first, slots, lock, ticket, pages, growth)
+        self._flights[req.rid] = _Flight(req, key, first, slots, lock, ticket, pages, growth)
         return True
 
     def land(self, tree: RadixTree) -> Iterator[tuple[str, int]]:
@@ -140,6 +142,7 @@ class SwapAhead:
 
         if came := flight.ticket.state == State.DONE:
             choices.swapped_in(self._costs, rid, flight.ticket.seconds)
+            spans.swapped_in(flight.req, flight.ticket.seconds, len(flight.slots))
             before = tree.path_device_indices(flight.lock.node)[: flight.first]
             if len(before) != flight.first:
                 raise RuntimeError(

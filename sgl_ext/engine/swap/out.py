@@ -6,14 +6,15 @@ are also free at once; the next owner of a slot waits for the copies that still 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.hooks import Original
 from sgl_ext.engine.core.requests import retractable
 from sgl_ext.engine.core.sglang_types import PrefillAdder, RadixTree, Req, Scheduler
-from sgl_ext.engine.core.tracing import trace
 from sgl_ext.engine.kv.indices import on_host
+from sgl_ext.engine.swap import spans
 from sgl_ext.engine.workarounds import penalties
 from sgl_ext.memory.tickets import COPY_DEADLINE_S, Priority
 from sgl_ext.planning import choices
@@ -45,6 +46,7 @@ def _keep(original: Original, req: Req, tree: RadixTree, *, checkpoint: bool) ->
 
 
 def _kept(original: Original, req: Req, tree: RadixTree, swap: SwapManager, costs: Costs) -> object:
+    began = time.perf_counter()
     # The last token has no KV yet: the next step computes it, or is computing it now.
     tokens = len(req.origin_input_ids) + len(req.output_ids) - 1
     page = tree.page_size
@@ -70,7 +72,7 @@ def _kept(original: Original, req: Req, tree: RadixTree, swap: SwapManager, cost
     wrapper.commit_completed_offloads(wrapper.take_completed_offloads(over))
     swap.stack.stores.store_lost(keys, blocks)
     swap.out(req.rid, tokens, keys, tail)
-    trace(req, "swap_out", 0.0, tokens=tokens)
+    spans.swapped_out(req, began, tokens)
     if swap.experiment.copy_again:
         swap.copy_again(keys, blocks)
     if swap.experiment.wait:

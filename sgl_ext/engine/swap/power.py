@@ -22,7 +22,7 @@ from sgl_ext.engine.core.sglang_types import (
     TokenizerManager,
 )
 from sgl_ext.engine.core.unserved import PIPELINE
-from sgl_ext.engine.swap import api, out, priorities, resume
+from sgl_ext.engine.swap import api, out, priorities, resume, spans
 from sgl_ext.engine.swap.ahead import SwapAhead
 from sgl_ext.engine.workarounds import penalties
 from sgl_ext.swap.manager import SwapManager
@@ -260,6 +260,7 @@ class SwapPower(Power[Swap]):
         self.manager.counts.recomputed += 1
         self.manager.drop(rid)
         if req is not None:
+            spans.away(req, resumed=False)
             self.ext.needed(req)
 
     def released(self, tree: RadixTree, req: Req, checkpointed: bool) -> None:

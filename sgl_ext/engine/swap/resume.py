@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sgl_ext.engine.core import deferral
 from sgl_ext.engine.core.meta_info import tell, unsent
 from sgl_ext.engine.core.requests import reserved
 from sgl_ext.engine.core.sglang_types import (
@@ -17,10 +18,10 @@ from sgl_ext.engine.core.sglang_types import (
     ScheduleBatch,
     Scheduler,
 )
-from sgl_ext.engine.core.tracing import trace
 from sgl_ext.engine.kv import ownership
 from sgl_ext.engine.kv.indices import on_host, upload
 from sgl_ext.engine.step.admission import has_row, planned
+from sgl_ext.engine.swap import spans
 from sgl_ext.engine.workarounds import penalties
 from sgl_ext.memory.streams import Streams
 from sgl_ext.memory.tickets import (
@@ -265,7 +266,9 @@ def _fill(power: SwapPower, scheduler: Scheduler, reqs: Sequence[Req]) -> list[R
             seconds = max((ticket.seconds for ticket in tickets), default=0.0)
             choices.swapped_in(power.ext.costs, req.rid, seconds)
             _tell(req, swapped.tokens - req.prefix_len)
-            trace(req, "swap_in", seconds, loaded=swapped.tokens - req.prefix_len)
+            spans.swapped_in(req, seconds, swapped.tokens - req.prefix_len)
+            spans.away(req, resumed=True)
+            deferral.ended(req)
             swap.counts.swapped_in += 1
             swap.drop(req.rid)
             # It may have waited for lower tiers, which keep its pages until it is admitted.

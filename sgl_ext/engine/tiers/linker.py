@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
@@ -41,6 +41,19 @@ class Restoring(Protocol):
 
     def lookup(self, rid: str, keys: Sequence[Key]) -> int | None:
         """Returns how many of a request's next pages SGLang can load; None to look up the tiers."""
+
+
+class LookUp(NamedTuple):
+    """Look-up of the pages behind a request's prefix on the device."""
+
+    rid: str
+    began: float
+    """Begin and end, on the clock of :func:`time.perf_counter`."""
+    ended: float
+    asked: int
+    """Pages that were looked up."""
+    found: int
+    """Pages that the request need not compute."""
 
 
 class TierLinker(UnifiedCacheLinker):
@@ -115,6 +128,8 @@ class TierLinker(UnifiedCacheLinker):
         """Whether the KV of that node is not looked up again."""
         self.begin = 0
         """Position in its prompt of the first token that is looked up next."""
+        self.looked_up: LookUp | None = None
+        """Latest look-up of the request that SGLang considers; None if there was none."""
         self.layer_done_counter = self.stack.loads.layers
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
         self._offloads: deque[tuple[Sequence[Key], Download, Sequence[Key]]] = deque()
@@ -123,6 +138,7 @@ class TierLinker(UnifiedCacheLinker):
         self._ranks = params.attn_tp_cache_group or params.tp_cache_group
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        began = time.perf_counter()
         keys, pages = _keys(transfers[0]), None
         if self.restoring is not None and self.stack.enabled:
             pages = self.restoring.lookup(rid, keys)
@@ -130,7 +146,9 @@ class TierLinker(UnifiedCacheLinker):
             pages = self.prefixes.lookup(rid, keys, self.begin)
         # Every length up to this one can be restored. Only the longest one that all ranks have is
         # returned, because SGLang examines each length.
-        return [self.agreed(pages)]
+        found = self.agreed(pages)
+        self.looked_up = LookUp(rid, began, time.perf_counter(), len(keys), found)
+        return [found]
 
     def use_in_stages(self, prefixes: StagedPrefixes, storing: Storing) -> None:
         """Sets how this pipeline stage finds prefixes and stores pages; called at start only."""

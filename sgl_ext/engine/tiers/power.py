@@ -92,7 +92,7 @@ class TiersPower(Power[Tiers]):
         """Removes the mark of an earlier look-up, which would stay if this one finds nothing, and
         tells the linker where this one begins."""
         self._wrapper.hit_markers.pop(req.rid, None)
-        self.linker.begin = prefix
+        self.linker.begin, self.linker.looked_up = prefix, None
         self.linker.prefixes.matching(req.rid)
 
     def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
@@ -104,6 +104,11 @@ class TiersPower(Power[Tiers]):
             tell(req, {"power": self.name, "exact": True, "sources": restored})
             self._loading.append((req, restored))
         if admitted:
+            if (found := self.linker.looked_up) is not None and found.rid == req.rid:
+                trace(
+                    req, "tiers_lookup", found.ended - found.began, ended=found.ended,
+                    pages=found.asked, found=found.found,
+                )  # fmt: skip
             self.stack.missed += self.linker.prefixes.missed(req.rid)
             self.linker.prefixes.forget(req.rid)  # it no longer waits, whether or not it loads KV
             self.linker.used_in_device(adder.tree_cache.tree_core, req.last_node)

@@ -14,6 +14,7 @@ from delayed_copies import DelayedEngine
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from stack_kit import BLOCKS, Machine
 from tier_kit import keys
+from trace_kit import RecordedTrace, time_stats
 
 from sgl_ext.engine.kv.known import KnownSlots
 from sgl_ext.engine.swap.ahead import SwapAhead
@@ -89,18 +90,24 @@ def tree(monkeypatch: pytest.MonkeyPatch) -> Tree:
 
 
 @pytest.fixture
-def ahead(machine: Machine, tree: Tree) -> SwapAhead:
+def traced() -> RecordedTrace:
+    return RecordedTrace()
+
+
+@pytest.fixture
+def ahead(machine: Machine, tree: Tree, traced: RecordedTrace) -> SwapAhead:
     """Returns swap-ins with one in progress: pages 1 to 4 of five; page 0 is on the device."""
     ahead = SwapAhead(machine.stack, Costs())
     req = SimpleNamespace(
-        rid="r", origin_input_ids=list(TOKENS), output_ids=[9], extra_key=None, cache_salt=None
-    )
+        rid="r", origin_input_ids=list(TOKENS), output_ids=[9], extra_key=None, cache_salt=None,
+        time_stats=time_stats(traced),
+    )  # fmt: skip
     assert ahead.begin(tree, req, 7, PAGE, keys(1, 2, 3, 4), growth=40)
     return ahead
 
 
 def test_landed_pages_are_inserted_into_the_tree(
-    ahead: SwapAhead, tree: Tree, machine: Machine, delayed: DelayedEngine
+    ahead: SwapAhead, tree: Tree, machine: Machine, delayed: DelayedEngine, traced: RecordedTrace
 ) -> None:
     assert (len(ahead), ahead.tokens, ahead.growth, tree.locks) == (1, 4 * PAGE, 40, 1)
     assert not list(ahead.land(tree))
@@ -113,6 +120,8 @@ def test_landed_pages_are_inserted_into_the_tree(
     blocks = asked.value[PAGE::PAGE].numpy() // PAGE
     assert machine.right(keys(1, 2, 3, 4), blocks)
     assert (len(ahead), tree.locks, machine.stack.host._pinned) == (0, 0, 0)
+    (span,) = traced.slices
+    assert (span.slice_name, span.attrs) == ("ext_swap_in", {"loaded": 4 * PAGE})
 
 
 @pytest.mark.parametrize("times", [1, 20])
