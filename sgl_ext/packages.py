@@ -89,15 +89,19 @@ def _sha256(path: Path) -> str:
 
 
 def _download(requirement: str, into: Path, *, sdist: bool = False) -> Path:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q"]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
     command += ["--no-deps", "--dest", str(into), requirement]
+    shown = sys.stderr.isatty()  # pip's own progress bar
+    if not shown:
+        command.append("-q")
     if sdist:
         command += ["--no-binary", requirement.partition("==")[0]]
     say(f"downloading {requirement}")
     try:
         result = subprocess.run(
-            command, capture_output=True, text=True, timeout=_DOWNLOAD_DEADLINE_S, check=False
-        )
+            command, stdout=sys.stderr.fileno() if shown else subprocess.DEVNULL,
+            stderr=subprocess.PIPE, text=True, timeout=_DOWNLOAD_DEADLINE_S, check=False,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise ExtError(
             f"downloading {requirement} did not finish in {_DOWNLOAD_DEADLINE_S} s; "

@@ -128,6 +128,20 @@ _NEEDS = {
 }
 
 
+def _profiles() -> Check:
+    subjects = sorted(
+        f"page size {each.subject.page}, {each.subject.dtype}, {each.subject.device}"
+        for each in known(cache_dir() / PROFILES)
+    )
+    if not subjects:
+        return Check(
+            "cost profile", "note", "none; servers measure costs while they run",
+            "run sgl-ext calibrate --model-path … with this configuration, and with the server's "
+            "--page-size",
+        )  # fmt: skip
+    return Check("cost profile", "ok", f"measured with {'; '.join(dict.fromkeys(subjects))}")
+
+
 def _sections(config: ExtConfig) -> Iterator[Check]:
     present = config.sections()
     for name in SECTIONS:
@@ -137,11 +151,8 @@ def _sections(config: ExtConfig) -> Iterator[Check]:
         section = present[name]
         probed = "; add --model-path to check the model" if name == "chunks" else ""
         yield Check(name, "ok", f"on{probed}")
-        if isinstance(section, Tiers) and not any(known(cache_dir() / PROFILES)):
-            yield Check(
-                "cost profile", "note", "none; servers measure costs while they run",
-                "run sgl-ext calibrate --model-path … with this configuration",
-            )  # fmt: skip
+        if isinstance(section, Tiers):
+            yield _profiles()
         if isinstance(section, Tiers):
             yield from _tiers(section, config.swap)
         if isinstance(section, Clusters):

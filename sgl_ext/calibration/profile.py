@@ -41,7 +41,7 @@ def calibrate(
     model: Path,
     config: ExtConfig,
     arguments: Sequence[str],
-    tell: Callable[[str], None] = lambda _tier: None,
+    tell: Callable[[str, int, int], None] = lambda _tier, _done, _of: None,
 ) -> tuple[Profile, Path]:
     """Measures servers on ``model`` and saves the profile in the user's cache.
 
@@ -51,7 +51,7 @@ def calibrate(
     Args:
         config: Configuration with a ``tiers`` section, whose tiers are measured.
         arguments: Further arguments of the server, the same that it will be started with later.
-        tell: Called with the name of each tier before it is measured.
+        tell: Called with the name of each tier before it is measured, its number and that of all.
 
     Returns:
         The profile, and the path that it was saved to.
@@ -73,8 +73,9 @@ def calibrate(
             "nobody else reaches it; remove this from the arguments"
         )
     with server.logs("sgl_ext-calibrate-") as folder:
-        for name, alone in _one_by_one(config.tiers):
-            tell(name)
+        tiers = [*_one_by_one(config.tiers)]
+        for number, (name, alone) in enumerate(tiers):
+            tell(name, number, len(tiers))
             with alone as section:
                 only = config.model_copy(update={"tiers": section})
                 more = ("--max-total-tokens", str(_POOL)) if name == HOST else ()

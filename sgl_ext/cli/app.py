@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,8 +18,11 @@ from sgl_ext import SUPPORTED_SGLANG, __version__
 from sgl_ext.config import ExtConfig, load
 from sgl_ext.config.source import ConfigError
 from sgl_ext.errors import ExtError
+from sgl_ext.progress import say
 
 DEFAULT_URL = "http://127.0.0.1:30000"
+_LINES_S = 10.0
+"""Time between two lines about the same work, in seconds."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -35,7 +39,8 @@ ConfigOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-UrlOption = Annotated[str, typer.Option(help="URL of the server.")]
+URL_VARIABLE = "SGLEXT_URL"
+UrlOption = Annotated[str, typer.Option(help="URL of the server.", envvar=URL_VARIABLE)]
 KeyOption = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(help="API key of the server, if it has one.", envvar="SGLEXT_API_KEY"),
@@ -138,12 +143,18 @@ class Tell(Protocol):
 
 @contextmanager
 def progress(what: str) -> Iterator[Tell]:
-    """Shows a bar on a terminal's standard error; yields a function that sets what it shows."""
+    """Shows a bar on standard error, or lines if that is no terminal.
+
+    Yields:
+        A function that sets what is shown.
+    """
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines()
+        return
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"),
         TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True,
-        disable=not console.is_terminal,
     ) as shown:  # fmt: skip
         bar = shown.add_task(what, total=None, count="")
 
@@ -152,3 +163,19 @@ def progress(what: str) -> Iterator[Tell]:
             shown.update(bar, description=text, completed=done, total=of, count=count)
 
         yield tell
+
+
+def _lines() -> Tell:
+    """Returns a function that prints a line for each new text, and at times how far it is."""
+    said, when = "", 0.0
+
+    def tell(text: str, done: int | None = None, of: int | None = None, /) -> None:
+        nonlocal said, when
+        now = time.monotonic()
+        if text == said and (of is None or now - when < _LINES_S):
+            return
+        count = f", {done:,} of {of:,}" if of is not None and text == said else ""
+        said, when = text, now
+        say(f"{text}{count}")
+
+    return tell

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated, Optional
@@ -36,14 +37,22 @@ def init(
     ] = None,
     directory: Annotated[
         Optional[list[Path]],  # noqa: UP045
-        typer.Option(help="Directory on an SSD; repeat the option for each device."),
+        typer.Option(
+            help="Directory on an SSD; repeat the option for each device. For rag, a folder for "
+            "stored contexts is created in each."
+        ),
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Write JSON, which has no comments.")
+    ] = False,
 ) -> None:
     """Writes a commented configuration to start from, sized for this machine."""
     if use not in STARTERS:
         fail(f"{use!r} is none of {', '.join(STARTERS)}", 2)
     with failing(OSError):
         text = starter(use, [each.absolute() for each in directory or ()])
+        if as_json:
+            text = json.dumps(yaml.safe_load(text), indent=1) + "\n"
         if out is None:
             sys.stdout.write(text)
             return
@@ -115,8 +124,8 @@ def calibrate(
     chosen = configuration(config)
     with failing(OSError, ValueError), progress("starting a server") as shown:
 
-        def tell(tier: str) -> None:
-            shown(f"measuring with {tier}")
+        def tell(tier: str, done: int, of: int) -> None:
+            shown(f"measuring with {tier}", done, of)
 
         profile, path = measure(model_path, chosen, context.args, tell)
     if as_json:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from sgl_ext.cli.app import (
     DEFAULT_URL,
+    URL_VARIABLE,
     AdminKeyOption,
     JsonOption,
     KeyOption,
@@ -31,7 +32,7 @@ _COLOURS = {"same": "green", "note": "yellow", "differs": "red"}
 @app.command()
 def verify(
     url: Annotated[
-        str, typer.Argument(help="URL of the server, which must be idle.")
+        str, typer.Argument(help="URL of the server, which must be idle.", envvar=URL_VARIABLE)
     ] = DEFAULT_URL,
     against: Annotated[
         Optional[str],  # noqa: UP045  (typer reads it)
@@ -62,11 +63,12 @@ def verify(
     Exits with 1 if one does, and with 2 if the verification ended early.
 
     A few texts are sent when no cache has them, and again with their KV from the device pool, from
-    lower tiers, and all at once. Answers may differ by what rounding explains, in nats: differences
-    of log-probabilities. A note says what was not verified.
+    lower tiers, all at once, and with their requests preempted. Answers may differ by what rounding
+    explains, in nats: differences of log-probabilities. A note says what was not verified.
 
-    It takes a minute or so. The caches in device and host memory are emptied, and the texts may be
-    written to SSDs and the store.
+    It takes as long as the server needs to compute its device pool twice (a pool of 65,536 tokens
+    and SmolLM2: a minute or two on 2 cores). The caches in device and host memory are emptied, and
+    the texts may be written to SSDs and the store.
     """
     other = None if against is None else Target(against, against_api_key)
     lines: list[Line] = []

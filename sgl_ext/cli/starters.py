@@ -50,6 +50,12 @@ chunks:
   # Link a text part that equals a context's text, without its id:
   automatic: false
 """
+_CLUSTERS = """\
+# Texts that are too large for memory are stored once, by POST /ext/clusters or sgl-ext store.
+# Answers to requests that name one in "ext_stored" read a tenth of it, and are approximate.
+clusters:
+  directories: [{stored}]
+"""
 _SWAP = """\
 # Requests that are preempted because the device pool is full are swapped out, not recomputed.
 swap:
@@ -78,7 +84,7 @@ peer:
 """
 _PARTS = {
     "chat": ("tiers", "restore"),
-    "rag": ("tiers", "chunks"),
+    "rag": ("tiers", "chunks", "clusters"),
     "agents": ("tiers", "restore", "swap"),
     "overload": ("swap", "policy"),
     "two-models-master": ("master",),
@@ -86,6 +92,7 @@ _PARTS = {
 }
 STARTERS = tuple(_PARTS)
 """Uses for which there is a configuration."""
+_STORED = "stored"
 _LEAST_DISK = 64 * _MIB
 _TOKEN_BYTES = 131_072
 """KV of a token in a model of 8B with grouped queries in 16 bits, such as Llama 3."""
@@ -93,6 +100,8 @@ _TOKEN_BYTES = 131_072
 
 def starter(use: str, directories: Sequence[Path] = ()) -> str:
     """Returns a configuration in YAML for a use, with sizes for this machine.
+
+    Stored contexts get a folder of their own in each directory, which is created.
 
     Args:
         use: one of :data:`STARTERS`.
@@ -116,7 +125,11 @@ def starter(use: str, directories: Sequence[Path] = ()) -> str:
         "swap": _written(host // 4 if "tiers" in _PARTS[use] else host),
         "peers": _quoted(_run_directory().absolute() / "peers"),
         "directories": ", ".join(map(_quoted, directories)),
+        "stored": ", ".join(_quoted(each / _STORED) for each in directories),
     }
+    if "clusters" in _PARTS[use]:
+        for each in directories:
+            (each / _STORED).mkdir(exist_ok=True)
     if directories:
         devices = Counter(each.st_dev for each in states)
         disk = (
@@ -138,6 +151,7 @@ def starter(use: str, directories: Sequence[Path] = ()) -> str:
         "tiers": _TIERS + (_SSD if directories else _NO_SSD),
         "restore": _RESTORE if directories else "",
         "chunks": _CHUNKS,
+        "clusters": _CLUSTERS if directories else "",
         "swap": _SWAP,
         "policy": _POLICY,
         "master": _MASTER,

@@ -36,6 +36,7 @@ app.add_typer(_stored, name="stored")
 
 
 @app.command()
+@_stored.command("store")
 def store(
     file: Annotated[Path, typer.Argument(help="Text of the context, in UTF-8.")],
     url: UrlOption = DEFAULT_URL,
@@ -124,6 +125,7 @@ def cluster(
     copies: Annotated[
         int, typer.Option(min=1, max=2, help="Copies of each block, on different devices.")
     ] = 1,
+    as_json: JsonOption = False,
 ) -> None:
     """Stores a recorded context on devices, so that requests can follow it."""
     from sgl_ext.clusters.job import store as write
@@ -136,4 +138,7 @@ def cluster(
     id_ = new_id(name)
     with failing(OSError), progress("layers") as shown:
         write(record, id_, directories, lambda done, of: shown("layers", done, of), copies)
-    print(id_)
+    if as_json:
+        print_json({"id": id_, "directories": [str(each) for each in directories]})
+    else:
+        print(id_)

@@ -12,7 +12,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 
-from sgl_ext.cli.app import DEFAULT_URL, JsonOption, KeyOption, app, fail, print_json
+from sgl_ext.cli.app import DEFAULT_URL, URL_VARIABLE, JsonOption, KeyOption, app, fail, print_json
 from sgl_ext.cli.tables import Scheduler, State, tables
 from sgl_ext.errors import ExtError
 from sgl_ext.verify.target import Target
@@ -28,7 +28,9 @@ _STALE_S = 3.0
 def top(
     urls: Annotated[
         Optional[list[str]],  # noqa: UP045  (typer reads it)
-        typer.Argument(help=f"URLs of the servers; {DEFAULT_URL} if none is given."),
+        typer.Argument(
+            help=f"URLs of the servers; {DEFAULT_URL} if none is given.", envvar=URL_VARIABLE
+        ),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print the tables once and exit.")] = False,
     api_key: KeyOption = None,

@@ -132,7 +132,7 @@ def clusters() -> Iterator[Side]:
             yield of_reply("computed", target.answer(text + QUESTION, _ANSWER, stop=True))
             for title in ("stored, opened for the question", "stored, a tenth read (approximate)"):
                 follow = {"ext_stored": {"id": id_}}
-                reply = target.answer(QUESTION, _ANSWER, stop=True, custom=follow)
+                reply = target.answer(QUESTION, _ANSWER, stop=True, fields=follow)
                 yield of_reply(title, reply)
 
 

@@ -11,9 +11,9 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from sgl_ext.errors import ExtError
 from sgl_ext.verify.compare import (
@@ -24,6 +24,7 @@ from sgl_ext.verify.compare import (
     difference,
     diverges_at,
 )
+from sgl_ext.verify.preemption import ANSWER, Preemption
 from sgl_ext.verify.target import Target
 from sgl_ext.verify.texts import Texts
 
@@ -50,8 +51,7 @@ class Line:
     """Median time to the first token, in seconds."""
 
 
-@dataclass(frozen=True)
-class _Passage:
+class _Passage(NamedTuple):
     ids: list[int]
     prompt: list[int]
     """The passage and a question."""
@@ -98,7 +98,7 @@ class Verification:
         dtypes = [_dtype(each) for each in (self._info, *([against.info()] if against else []))]
         self._bounds = bounds(*dtypes)
         # All passages fit the pool, each with its repetition, and again as another tenant's.
-        room = min(self._pool // (4 * passages), self._longest // 2) - WINDOW
+        room = min(self._pool // (4 * passages), (self._longest - ANSWER) // 2) - WINDOW
         self._count, self._length = passages, min(length, room)
         if self._length < 4 * WINDOW:
             raise ExtError(
@@ -109,11 +109,12 @@ class Verification:
         self._seen: Counter[str] = Counter()
         self._powers: set[str] = set()
 
-    def run(self, tell: Callable[[str], None]) -> Iterator[Line]:
+    def run(self, tell: Callable[..., None]) -> Iterator[Line]:
         """Yields the lines of the report as they are found.
 
         Args:
-            tell: called with the step that begins.
+            tell: called with the step that begins and, if these are known, with what is done and
+                how much there is to do.
         """
         yield self._server()
         if self._flush:
@@ -129,9 +130,9 @@ class Verification:
         tell("asking again")
         yield self._again("warm", self._target, passages)
         if self._flush and self._pool <= _LARGEST_POOL:
-            tell("filling the device pool")
+            tell("waiting until pages are stored")
             self._target.settle()
-            self._texts.fill_pool(self._info)
+            self._texts.fill_pool(self._info, tell)
             yield self._again("evicted", self._target, passages)
         elif self._flush:
             yield Line(
@@ -144,6 +145,9 @@ class Verification:
             yield self._again("flushed", self._target, passages)
         tell("asking all at once")
         yield self._at_once(passages)
+        if self._flush and "swap" in self._config:
+            tell("preempting requests")
+            yield self._preempted(passages)
         yield from self._not_told()
 
     def _server(self) -> Line:
@@ -200,6 +204,24 @@ class Verification:
             found = [*pool.map(ask, passages)]
         replies, logprobs = [each for each, _ in found], [each for _, each in found]
         return self._line("all at once", self._target, passages, replies, logprobs)
+
+    def _preempted(self, passages: Sequence[_Passage]) -> Line:
+        prompts = [each.prompt for each in passages]
+        provoked = Preemption(self._target, self._info, prompts)
+        if provoked.why_not:
+            return Line("preempted", "note", f"not verified: {provoked.why_not}")
+        calm = [
+            each._replace(reply=self._target.answer(each.prompt, ANSWER, likeliest=True))
+            for each in passages
+        ]
+        replies = provoked.answers(self._texts)
+        line = self._line("preempted", self._target, calm, replies)
+        resumed = sum(any(one["power"] == "swap" for one in each.entries) for each in replies)
+        if line.verdict == "differs":
+            return line
+        if not resumed:
+            return replace(line, verdict="note", found="same answers, but no request was resumed")
+        return replace(line, found=f"{line.found}; {resumed} of {len(replies)} were resumed")
 
     def _line(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import requests
@@ -61,8 +61,10 @@ class Target:
         *,
         likeliest: bool = False,
         stop: bool = False,
-        custom: Mapping[str, Any] | None = None,
+        fields: Mapping[str, Any] | None = None,
         salt: str | None = None,
+        priority: int | None = None,
+        on_first: Callable[[], None] = lambda: None,
     ) -> Reply:
         """Returns the greedy answer to a prompt.
 
@@ -71,25 +73,26 @@ class Target:
             tokens: tokens of the answer.
             likeliest: True to ask for log-probabilities of the likeliest tokens.
             stop: True if the answer may end before ``tokens``.
-            custom: custom parameters of the request.
+            fields: further fields of the request, such as ``ext_stored``.
             salt: salt of the tenant that the prompt's KV belongs to.
+            priority: priority of the request.
+            on_first: called when the first token has come.
         """
         parameters: dict[str, Any] = {
             "temperature": 0,
             "max_new_tokens": tokens,
             "ignore_eos": not stop,
         }
-        if custom is not None:
-            parameters["custom_params"] = custom
         ids = not isinstance(prompt, str) and all(isinstance(each, int) for each in prompt)
         body: dict[str, Any] = {
             "input_ids" if ids else "text": prompt, "sampling_params": parameters, "stream": True,
+            **(fields or {}),
         }  # fmt: skip
         if likeliest:
             body |= {"return_logprob": True, "top_logprobs_num": _LIKELIEST}
-        if salt is not None:
-            body["cache_salt"] = salt
-        whole, seconds = self._whole(body)
+        given = {"cache_salt": salt, "priority": priority}
+        body |= {name: value for name, value in given.items() if value is not None}
+        whole, seconds = self._whole(body, on_first)
         meta = whole["meta_info"]
         reason = meta["finish_reason"] or {}
         if reason.get("type") not in ("length", "stop"):
@@ -149,14 +152,18 @@ class Target:
         """Returns the divergence of linked chunks that the server has measured at its start."""
         return self._json("GET", "/ext/chunks/fidelity")
 
-    def _whole(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
+    def _whole(
+        self, body: Mapping[str, Any], on_first: Callable[[], None]
+    ) -> tuple[dict[str, Any], float]:
         """Returns a streamed answer as a whole, and the seconds until its first event."""
         began, first, events = time.monotonic(), 0.0, []
         with self._ask("POST", "/generate", body, stream=True) as answer:
             try:
                 for line in answer.iter_lines():
                     if line.startswith(b"data: {"):
-                        first = first or time.monotonic()
+                        if not first:
+                            first = time.monotonic()
+                            on_first()
                         events.append(json.loads(line.removeprefix(b"data: ")))
             except (requests.RequestException, ValueError) as error:
                 raise ExtError(f"the answer of {self.url}/generate was cut off: {error}") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from itertools import cycle, islice
 from typing import Any
@@ -27,15 +27,21 @@ class Texts:
             first = secrets.randbelow(len(text))
             yield [*begin, *islice(cycle(text), first, first + length)][:length]
 
-    def fill_pool(self, info: Mapping[str, Any]) -> None:
+    def fill_pool(
+        self, info: Mapping[str, Any], tell: Callable[[str, int, int], None] | None = None
+    ) -> None:
         """Has the server compute as many tokens as its device pool holds.
 
         Args:
             info: the server's ``/server_info``.
+            tell: called with what is done, and with the tokens computed so far and in all.
         """
         pool = int(info["max_total_num_tokens"])
         length = min(_FILLER, pool // 2, int(info["max_req_input_len"]) - 2)
-        for ids in self.draw(-(-pool // length) + 1, length):
+        count = -(-pool // length) + 1
+        for done, ids in enumerate(self.draw(count, length)):
+            if tell is not None:
+                tell("filling the device pool", done * length, count * length)
             self._target.answer(ids, 1)
 
     @cached_property

@@ -30,7 +30,10 @@ def server(
     ssd = {
         "directories": [str(tmp_path_factory.mktemp("ssd"))], "capacity": "128MiB", "keep_after": 1,
     }  # fmt: skip
-    config = {"tiers": {"host": {"capacity": "128MiB"}, "ssd": ssd}, "chunks": {}}
+    config = {
+        "tiers": {"host": {"capacity": "128MiB"}, "ssd": ssd}, "chunks": {},
+        "swap": {"capacity": "64MiB", "policy": "static"},
+    }  # fmt: skip
     arguments = (
         "--max-total-tokens", "2048", "--page-size", "16", "--dtype", "float32",
         "--enable-ext", "--ext-config", json.dumps(config),
@@ -56,18 +59,26 @@ def test_a_right_server_is_right_from_every_tier(server: Server) -> None:
     assert lines["warm"]["sources"]["device"] > 400
     assert lines["evicted"]["sources"]["host"] > 400
     assert lines["flushed"]["sources"]["ssd"] > 400
+    assert lines["preempted"]["verdict"] == "same"
+    assert "2 of 2 were resumed" in lines["preempted"]["found"]
     assert "0." in lines["chunks"]["found"]
 
 
-def test_a_wrong_page_is_found_where_it_is_loaded(server: Server, faults: Path) -> None:
-    (faults / "page").touch()
+@pytest.mark.parametrize(
+    ("fault", "step"), [("page", "flushed"), ("copy", "evicted"), ("resumed", "preempted")]
+)
+def test_a_wrong_page_is_found_where_it_is_loaded(
+    server: Server, faults: Path, fault: str, step: str
+) -> None:
+    (faults / fault).touch()
     try:
         same, lines = verify(server)
     finally:
-        (faults / "page").unlink()
+        (faults / fault).unlink()
     assert not same
-    assert [name for name, line in lines.items() if line["verdict"] == "differs"][:1] == ["flushed"]
-    assert "nats around token" in lines["flushed"]["found"]
+    assert [name for name, line in lines.items() if line["verdict"] == "differs"][:1] == [step]
+    if step != "preempted":
+        assert "nats around token" in lines[step]["found"]
 
 
 def test_a_wrong_attention_is_found_by_another_server(

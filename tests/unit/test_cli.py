@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner, Result
 
 from sgl_ext import SUPPORTED_SGLANG
@@ -54,6 +55,12 @@ def test_starters_name_the_directories_on_ssds(name: str, tmp_path: Path) -> Non
         assert config.tiers is not None and config.tiers.ssd is not None
         assert [*config.tiers.ssd.directories] == folders
         assert (config.restore is not None) == (use != "rag")
+        assert (config.clusters is not None) == (use == "rag")
+
+
+def test_starters_are_printed_as_json(tmp_path: Path) -> None:
+    found = run("init", "rag", "--directory", str(tmp_path), "--json")
+    assert load(json.loads(found.stdout)) == load(yaml.safe_load(starter("rag", [tmp_path])))
 
 
 def test_starters_refuse_directories_that_they_cannot_use(tmp_path: Path) -> None:

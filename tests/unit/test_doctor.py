@@ -105,13 +105,18 @@ def test_a_missing_or_outdated_cost_profile_is_noted(
     monkeypatch.setattr(preflight, "cache_dir", lambda: tmp_path)
     config = load({"tiers": {"host": {"capacity": "1MiB"}}, "restore": {}})
 
+    def profiles() -> preflight.Check:
+        (found,) = (each for each in doctor.examine(config) if each.name == "cost profile")
+        return found
+
     def noted() -> bool:
-        return any(check.name == "cost profile" for check in doctor.examine(config))
+        return profiles().verdict == "note"
 
     assert noted()
     subject = Subject("model", "float32", 16, "device")
     path = save(Profile(subject, ComputeCost(), {}, {}), tmp_path / PROFILES)
     assert not noted()
+    assert profiles().found == "measured with page size 16, float32, device"
     path.write_text(path.read_text().replace(f'"version": {VERSION}', '"version": 1'))
     assert noted()
 

@@ -1,6 +1,6 @@
 """Faults of a server, planted when its processes import the modules that they are in.
 
-They are active while the files ``page`` and ``attention`` exist in the folder ``$SGLEXT_PLANTED``.
+Each is active while a file of its name exists in the folder ``$SGLEXT_PLANTED``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,28 @@ def wrong_page(module: Any) -> None:
     module.SsdTier.load = wrong
 
 
+def wrong_copy(module: Any) -> None:
+    """Makes loads of prefixes copy the first page in place of one in the middle."""
+    _plant_copy(module.DeviceCopies, "load", "copy")
+
+
+def wrong_resumed(module: Any) -> None:
+    """Makes loads of preempted requests copy the first page in place of one in the middle."""
+    _plant_copy(module.Holds, "begin_fill", "resumed")
+
+
+def _plant_copy(kind: Any, method: str, fault: str) -> None:
+    right = getattr(kind, method)
+
+    def wrong(of: Any, pages: Any, *args: Any, **kw: Any) -> Any:
+        if len(pages) > 2 and (FOLDER / fault).exists():
+            pages = pages.copy()
+            pages[len(pages) // 2] = pages[0]
+        return right(of, pages, *args, **kw)
+
+    setattr(kind, method, wrong)
+
+
 def wrong_attention(module: Any) -> None:
     """Makes the attention of prompts return a tenth more than it should."""
     extend = module.CpuAttnBackend.forward_extend
@@ -45,6 +67,8 @@ def wrong_attention(module: Any) -> None:
 
 FAULTS: dict[str, Callable[[Any], None]] = {
     "sgl_ext.tiers.ssd": wrong_page,
+    "sgl_ext.tiers.copies": wrong_copy,
+    "sgl_ext.tiers.holds": wrong_resumed,
     "sgl_ext.engine.cpu.attention": wrong_attention,
 }
 

@@ -1,0 +1,79 @@
+"""Preemption that a client provokes: urgent prompts that fill the device pool at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Semaphore
+from typing import Any
+
+from sgl_ext.verify.compare import Reply
+from sgl_ext.verify.target import Target
+from sgl_ext.verify.texts import Texts
+
+ANSWER = 160
+"""Tokens of the answers that are interrupted."""
+_HELD = 8
+"""Tokens of the urgent answers. SGLang computes waiting prompts before it decodes, so that all of
+these requests run, and hold their KV, when the pool is full."""
+_LONGEST, _SHORTEST, _MOST = 4096, 64, 128
+"""Longest and shortest urgent prompt, and the most of them."""
+_URGENT = 1_000_000
+_BEGIN_S = 60.0
+
+
+class Preemption:
+    """Preemption of requests of a server.
+
+    Args:
+        info: the server's ``/server_info``.
+        prompts: token ids of the prompts whose requests are preempted.
+    """
+
+    def __init__(
+        self, target: Target, info: Mapping[str, Any], prompts: Sequence[Sequence[int]]
+    ) -> None:
+        self._target, self._prompts = target, prompts
+        self._policy = info["sgl_ext"]["config"]["swap"]["policy"]
+        by_priority = info.get("enable_priority_scheduling", False)
+        low_first = info.get("schedule_low_priority_values_first", False)
+        self._urgent = -_URGENT if low_first else _URGENT
+        # Room for one is made only if preempting all others suffices.
+        self._length = max(min(_LONGEST, sum(map(len, prompts)) // 2), _SHORTEST)
+        self._count = int(info["max_total_num_tokens"]) // self._length + 2
+        self.why_not = ""
+        """Reason why no preemption can be provoked; empty if it can."""
+        if self._policy == "fcfs" or (self._policy == "sglang" and not by_priority):
+            self.why_not = "requests are preempted only if memory runs out, which is not provoked"
+        elif self._count > _MOST:
+            self.why_not = f"filling the device pool at once takes {self._count} prompts"
+
+    def answers(self, texts: Texts) -> list[Reply]:
+        """Returns the answers to the prompts, whose requests are preempted if that is possible.
+
+        Args:
+            texts: draws the urgent prompts.
+
+        Raises:
+            ExtError: a prompt was not answered.
+        """
+        begun = Semaphore(0)
+
+        def ask(ids: Sequence[int]) -> Reply:
+            return self._target.answer(
+                ids, ANSWER, likeliest=True, priority=-self._urgent, on_first=begun.release
+            )
+
+        def displace(at: int, ids: Sequence[int]) -> Reply:
+            # Of another client each, to which a policy owes its share.
+            return self._target.answer(ids, _HELD, priority=self._urgent, salt=f"sgl-ext-{at}")
+
+        urgent = [*texts.draw(self._count, self._length)]
+        with ThreadPoolExecutor(len(self._prompts) + len(urgent)) as pool:
+            asked = [pool.submit(ask, ids) for ids in self._prompts]
+            for _ in asked:
+                begun.acquire(timeout=_BEGIN_S)
+            others = [pool.submit(displace, at, ids) for at, ids in enumerate(urgent)]
+            for each in others:
+                each.result()
+            return [each.result() for each in asked]
