@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,9 @@ from sgl_ext.models import SMOLLM2
 from sgl_ext.progress import Progress
 
 PARTS = (*DEMOS,)
+_ROUNDS = 3
+_MINUTES = 1.3
+"""Longest time of a demonstration on two cores."""
 
 _TOOK = "took"
 Times = Sequence[tuple[str, float]]
@@ -24,7 +28,7 @@ Times = Sequence[tuple[str, float]]
 def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
     config = {"quick": quick, "model": SMOLLM2.name}
     report = Report("demo", config)
-    rounds = 1 if quick else 3
+    rounds = 1 if quick else _ROUNDS
     kept = Partial(out, "demo", config, quick=quick)
     progress = Progress("demonstrations", rounds * len(parts))
     found: dict[str, list[Times]] = {part: [] for part in parts}
@@ -35,6 +39,11 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
     add_times(report, found)
     kept.forget()
     return report
+
+
+def minutes(options: argparse.Namespace) -> float:
+    """Returns about how many minutes a run takes."""
+    return _MINUTES * len(options.part or PARTS) * (1 if options.quick else _ROUNDS)
 
 
 def times_of(power: str) -> Times:

@@ -21,7 +21,8 @@ def demo(
 ) -> None:
     """Shows what a power does: starts servers on a small model, and compares before and after.
 
-    It takes one to two minutes on 2 cores; the first time the model is downloaded as well.
+    It takes about a minute on 2 cores, most of it to start servers; the first time the model is
+    downloaded as well.
     """
     from sgl_ext.demo.powers import DEMOS
 

@@ -5,19 +5,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from statistics import median
 from typing import Any
 
 from sgl_ext.client import ContextCache, part
 from sgl_ext.clusters.client import StoredContexts
-from sgl_ext.demo.side import QUESTION, Side, documents, of_reply, scratch, serving, system
+from sgl_ext.demo.side import (
+    QUESTION,
+    Side,
+    documents,
+    first_line,
+    of_reply,
+    scratch,
+    serving,
+    system,
+)
 from sgl_ext.errors import ExtError
+from sgl_ext.verify.compare import Reply
 from sgl_ext.verify.target import Target
 from sgl_ext.verify.texts import Texts
 
 _ANSWER = 12
-_TURNS = 6
+_TURNS, _TURN, _LONG = 6, 8, 24
 _SLOW = 30_000_000
 """Bytes per second of the slowed SSD: about as many as a core computes KV of SmolLM2."""
+_WINDOW_S = 5
 _LENDING_S = 60.0
 
 
@@ -52,18 +65,19 @@ def restore() -> Iterator[Side]:
             if each.name == "restores":
                 config["restore"] = {}
             systems.append(system(each.name, config, 8192))
-        with serving(systems) as targets:
+        with serving(systems) as (loads, restores):
             prompt = "".join(documents(60)) + QUESTION
-            titles = ("loaded from a slow SSD", "loaded and computed at once")
-            for number, (target, title) in enumerate(zip(targets, titles, strict=True)):
-                computed = target.answer(prompt, _ANSWER, stop=True)
-                if not number:
-                    yield of_reply("computed", computed)
-                for _ in range(2):  # the first load teaches the server what loading costs
-                    target.settle()
-                    target.flush()
-                    loaded = target.answer(prompt, _ANSWER, stop=True)
-                yield of_reply(title, loaded)
+
+            def again(target: Target) -> Reply:
+                target.settle()
+                target.flush()
+                return target.answer(prompt, _ANSWER, stop=True)
+
+            yield of_reply("computed", loads.answer(prompt, _ANSWER, stop=True))
+            restores.answer(prompt, _ANSWER, stop=True)  # while the other server stores
+            yield of_reply("loaded from a slow SSD", again(loads))
+            again(restores)  # teaches the server what loading costs
+            yield of_reply("loaded and computed at once", again(restores))
 
 
 def chunks() -> Iterator[Side]:
@@ -80,7 +94,7 @@ def chunks() -> Iterator[Side]:
 
 def swap() -> Iterator[Side]:
     """Shows requests that take turns because the device holds few: recomputed, or swapped."""
-    turns = {"policy": "round-robin", "quantum": 25}
+    turns = {"policy": "round-robin", "quantum": _TURN}
     # Without room in host memory, as in SGLang, a request whose turn ends is recomputed.
     sizes = {"recomputed": "2MiB", "swapped out and resumed": "512MiB"}
     configs = {
@@ -89,18 +103,22 @@ def swap() -> Iterator[Side]:
     }
     systems = [system(name.partition(" ")[0], each, 1536) for name, each in configs.items()]
     with serving(systems) as targets:
+        text = "".join(documents(6)) + QUESTION
+        prompts = [f"Text {number} of {_TURNS}. {text}" for number in range(1, _TURNS + 1)]
         for title, target in zip(configs, targets, strict=True):
-            prompts = [*Texts(target).draw(_TURNS, 300)]
             began = time.monotonic()
             with ThreadPoolExecutor(len(prompts)) as pool:
-                replies = [*pool.map(lambda ids, of=target: of.answer(ids, 75), prompts)]
+                replies = [*pool.map(lambda each, of=target: of.answer(each, _LONG), prompts)]
             seconds = time.monotonic() - began
-            tokens = sum(len(each.tokens) for each in replies)
-            swapped = sum(bool(each.entries) for each in replies)
+            counts = target.info()["internal_states"][0]["sgl_ext"]["swap"]
             rows = {
                 f"{_TURNS} requests in turns": f"{seconds:.2f} s",
-                "tokens/s": f"{tokens / seconds:,.0f}",
-                "swapped requests": str(swapped),
+                "tokens/s": f"{sum(len(each.tokens) for each in replies) / seconds:,.0f}",
+                "first token, p50": f"{median(each.seconds for each in replies):.2f} s",
+                "swapped in": f"{counts['swapped_in']}",
+                "recomputed": f"{counts['recomputed']}",
+                "tokens computed again": f"{counts['recomputed_tokens']:,}",
+                "first answer": first_line(replies[0]),
             }  # fmt: skip
             yield Side(title, rows, seconds)
 
@@ -110,16 +128,21 @@ def peer() -> Iterator[Side]:
     with scratch() as folder:
         both = {"directory": f"{folder}/peers"}
         master = system("master", {"peer": {"role": "master", "capacity": "512MiB", **both}}, 2048)
-        worker = system("worker", {"peer": {"role": "worker", **both}}, 16384)
-        with serving([master]) as (target,):
+        # The worker lends what it has not needed for this long.
+        lends = {"role": "worker", "window": f"{_WINDOW_S}s", **both}
+        worker = system("worker", {"peer": lends}, 16384)
+        with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+            started = pool.submit(stack.enter_context, serving([worker]))
+            (target,) = stack.enter_context(serving([master]))
             prompt = "".join(documents(70)) + QUESTION
+            own = "own memory: 2,048 tokens"
             try:
-                target.answer(prompt, _ANSWER, stop=True)
+                yield of_reply(own, target.answer(prompt, _ANSWER, stop=True))
             except ExtError as error:
-                yield Side("own memory: 2,048 tokens", {"answer": f"refused: {str(error)[-160:]}"})
-            with serving([worker]):
-                _wait_until_lent(target)
-                yield of_reply("with borrowed memory", target.answer(prompt, _ANSWER, stop=True))
+                yield Side(own, {"answer": f"refused: {str(error)[-160:]}"})
+            started.result()
+            _wait_until_lent(target)
+            yield of_reply("with borrowed memory", target.answer(prompt, _ANSWER, stop=True))
 
 
 def clusters() -> Iterator[Side]:

@@ -46,9 +46,14 @@ def of_reply(title: str, reply: Reply) -> Side:
     rows = {
         "first token": f"{reply.seconds:.2f} s",
         "KV from": "\n".join(sources),
-        "answer": reply.text.strip().partition("\n")[0],
+        "answer": first_line(reply),
     }
     return Side(title, rows, reply.seconds)
+
+
+def first_line(reply: Reply) -> str:
+    """Returns the first line of an answer."""
+    return reply.text.strip().partition("\n")[0]
 
 
 def documents(repeated: int) -> list[str]:
@@ -59,6 +64,7 @@ def documents(repeated: int) -> list[str]:
 def system(name: str, config: Mapping[str, Any], pool: int) -> server.System:
     """Returns a server with a configuration and a device pool of ``pool`` tokens."""
     arguments = ["--max-total-tokens", str(pool), *server.BESIDE_OTHERS, "--page-size", "16"]
+    arguments.append("--skip-server-warmup")  # serving() sends a first request itself
     arguments += server.extension(config)
     return server.System(name, arguments, {"OMP_WAIT_POLICY": "PASSIVE"})
 
@@ -78,7 +84,7 @@ def serving(systems: Sequence[server.System]) -> Iterator[list[Target]]:
     """Serves SmolLM2 by each of the systems, and stops them at the end."""
     with (
         server.logs("sgl_ext-demo-") as folder,
-        server.serve(systems, prepare(SMOLLM2), folder) as running,
+        server.serve(systems, prepare(SMOLLM2), folder, drain=False) as running,
     ):
         targets = [Target(each.url) for each in running]
         for target in targets:  # the first forwards are slow

@@ -83,7 +83,12 @@ def logs(prefix: str) -> Iterator[Path]:
 
 @contextmanager
 def serve(
-    systems: Sequence[System], model: Path, logs: Path, *, deadline: float = START_DEADLINE_S
+    systems: Sequence[System],
+    model: Path,
+    logs: Path,
+    *,
+    deadline: float = START_DEADLINE_S,
+    drain: bool = True,
 ) -> Iterator[list[Server]]:
     """Starts all ``systems`` side by side; at the end stops them and removes what they leave.
 
@@ -93,6 +98,8 @@ def serve(
     Args:
         logs: directory of the ``NAME.log`` files, one per system.
         deadline: seconds until the last server must be ready.
+        drain: whether servers end their requests and close what they have open, which takes
+            seconds; else they are killed, and what they leave is removed.
 
     Raises:
         ExtError: a server ended or was not ready in time; the message has the last lines of its
@@ -102,19 +109,22 @@ def serve(
     give_up = time.monotonic() + deadline
     say(f"starting {', '.join(system.name for system in systems)}; logs in {logs}")
     with ExitStack() as stack:
-        servers = [stack.enter_context(_process(system, model, logs)) for system in systems]
+        servers = [
+            stack.enter_context(_process(system, model, logs, drain=drain)) for system in systems
+        ]
         for server in servers:
             _wait_until_ready(server, give_up)
         try:
             yield servers
         finally:
             for server in servers:  # signals all first, because each takes seconds to end
-                with suppress(psutil.NoSuchProcess):
-                    server.process.terminate()
+                if drain:
+                    with suppress(psutil.NoSuchProcess):
+                        server.process.terminate()
 
 
 @contextmanager
-def _process(system: System, model: Path, logs: Path) -> Iterator[Server]:
+def _process(system: System, model: Path, logs: Path, *, drain: bool) -> Iterator[Server]:
     port = free_port()
     log = logs / f"{system.name}.log"
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
@@ -135,7 +145,7 @@ def _process(system: System, model: Path, logs: Path) -> Iterator[Server]:
         try:
             yield Server(system, f"http://127.0.0.1:{port}", log, process)
         finally:
-            _stop(process)
+            _stop(process, drain=drain)
             shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -199,10 +209,10 @@ def _last_lines(log: Path, count: int = 8) -> str:
     return "\n".join(line[:300] for line in lines[-count:])
 
 
-def _stop(process: psutil.Popen) -> None:
+def _stop(process: psutil.Popen, *, drain: bool) -> None:
     tree = _tree(process)
     shared_memory = _shared_memory_of(tree)
-    if process.poll() is None:
+    if process.poll() is None and drain:
         process.terminate()
         try:
             process.wait(_STOP_DEADLINE_S)
