@@ -9,16 +9,14 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from sgl_ext.bench.harness.runs import Kind, cell, kinds
+from sgl_ext.bench.harness.runs import cell, kinds
+from sgl_ext.bench.plots import HEIGHT, WIDTH, plots
 from sgl_ext.errors import ExtError
 
-_MEDIAN = "_p50"
-_PLOTS = 3
-"""Most plots of a kind of measurement."""
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>sgl_ext: benchmarks</title><style>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
@@ -28,6 +26,9 @@ th.name, td.name { text-align: left }
 .plot td { border: 0 } .plot caption { text-align: left; font-weight: 600 }
 .plot, .bar { width: 100% } .plot .name { white-space: nowrap }
 .bar div { background: #2b7bba; height: 1em; min-width: 1px }
+figure { margin: .5rem 0 1.5rem; max-width: 50rem } figcaption { font-weight: 600 }
+svg { width: 100%; height: auto; font-size: 12px; fill: currentColor }
+polyline, .axis { fill: none; stroke-width: 2 } .axis { stroke: #999; stroke-width: 1 }
 .quiet { color: #666 } div.wide { overflow-x: auto }
 @media (prefers-color-scheme: dark) {
   body { background: #181818; color: #ddd } th, td { border-color: #444 } .quiet { color: #999 } }
@@ -38,11 +39,34 @@ th.name, td.name { text-align: left }
 {%- for kind in record.kinds %}
 <h2>{{ kind.of.name or record.name }}</h2>
 {%- for plot in kind.plots %}
+{%- if plot.lines %}
+<figure><figcaption>{{ plot.title }}</figcaption>
+<svg viewBox="-70 -10 {{ width + 110 }} {{ height + 50 }}" role="img" aria-label="{{ plot.title }}">
+<path class="axis" d="M0 0V{{ height }}H{{ width }}"/>
+<text x="-6" y="5" text-anchor="end">{{ plot.highest | cell }}</text>
+<text x="-6" y="{{ height }}" text-anchor="end">0</text>
+{%- for x, text in plot.ticks %}
+<text x="{{ x | round(1) }}" y="{{ height + 18 }}" text-anchor="middle">{{ text }}</text>
+{%- endfor %}
+<text x="{{ width / 2 }}" y="{{ height + 36 }}" text-anchor="middle">{{ plot.over }}</text>
+{%- for line in plot.lines %}
+<polyline stroke="{{ line.colour }}" points="
+{%- for x, y in line.points %}{{ x | round(1) }},{{ y | round(1) }} {% endfor %}"/>
+{%- for x, y in line.points %}
+<circle fill="{{ line.colour }}" r="3" cx="{{ x | round(1) }}" cy="{{ y | round(1) }}"/>
+{%- endfor %}
+{%- endfor %}
+</svg>
+<p>{% for line in plot.lines %}<span style="color: {{ line.colour }}">&#9632;</span>
+ {{ line.label }} &nbsp; {% endfor %}</p></figure>
+{%- else %}
 <table class="plot"><caption>{{ plot.title }}</caption>
-{%- for label, (value, length) in plot.bars.items() %}
-<tr><td class="name">{{ label }}</td><td class="bar"><div style="width: {{ length }}%"></div></td>
-<td>{{ value | cell }}</td></tr>
+{%- for bar in plot.bars %}
+<tr><td class="name">{{ bar.label }}</td>
+<td class="bar"><div style="width: {{ bar.length | round(1) }}%"></div></td>
+<td>{{ bar.value | cell }}</td><td class="quiet name">{{ bar.spread }}</td></tr>
 {%- endfor %}</table>
+{%- endif %}
 {%- endfor %}
 <div class="wide"><table><tr>
 {%- for key in kind.of.keys %}<th class="name">{{ key }}</th>{% endfor %}
@@ -59,14 +83,6 @@ th.name, td.name { text-align: left }
 {%- endfor %}
 </body></html>
 """
-
-
-class Plot(NamedTuple):
-    """Bars of the values of a column."""
-
-    title: str
-    bars: Mapping[str, tuple[float, float]]
-    """Value of each run, and length of its bar in per cent, by the label of the run."""
 
 
 class Record(msgspec.Struct):
@@ -90,32 +106,16 @@ def page(records: Sequence[Record]) -> str:
             "name": record.name,
             "machine": _text(record.machine),
             "config": _text(record.config),
-            "kinds": [{"of": each, "plots": _plots(each)} for each in kinds(record.runs)],
+            "kinds": [{"of": each, "plots": [*plots(each)]} for each in kinds(record.runs)],
             "figures": record.figures,
         }
         for record in records
     ]
-    return environment.from_string(_PAGE).render(records=shown)
+    return environment.from_string(_PAGE).render(records=shown, width=WIDTH, height=HEIGHT)
 
 
 def _text(of: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {cell(value)}" for name, value in of.items())
-
-
-def _plots(kind: Kind) -> list[Plot]:
-    """Returns plots of the medians of a kind that has several runs."""
-    medians = [column for column in kind.values if column.endswith(_MEDIAN)]
-    return [_bars(kind, column) for column in medians[:_PLOTS]] if len(kind.runs) > 1 else []
-
-
-def _bars(kind: Kind, column: str) -> Plot:
-    values = {
-        kind.label(run): float(run[column])
-        for run in kind.runs
-        if isinstance(run.get(column), int | float)
-    }
-    largest = max(values.values(), default=0.0) or 1.0
-    return Plot(column, {name: (of, 100 * of / largest) for name, of in values.items()})
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -11,8 +11,8 @@ import pytest
 from conftest import ROOT
 from rich.console import Console
 
-from sgl_ext.bench import html
-from sgl_ext.bench.harness.runs import cell, kinds, tables
+from sgl_ext.bench import html, plots
+from sgl_ext.bench.harness.runs import Kind, cell, kinds, tables
 
 RECORDS = sorted((ROOT / "sgl_ext" / "bench" / "results").glob("*.json"))
 RUNS: list[dict[str, Any]] = [
@@ -76,6 +76,54 @@ def test_the_page_has_a_table_and_a_plot_of_each_kind(
     assert page.count('<table class="plot">') == 1
     assert page.count("1,050") == 4  # in the table and in the plot
     assert "page.html" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.stem)
+def test_every_committed_record_has_plots(record: Path) -> None:
+    found = json.loads(record.read_text())
+    several = [kind for kind in kinds(found["runs"]) if len(kind.runs) > 1]
+    numbers = [kind for kind in several if any(_is_number(kind, each) for each in kind.values)]
+    for kind in numbers:
+        shown = [*plots.plots(kind)]
+        assert shown, kind.name
+        for plot in shown:
+            assert bool(plot.bars) != bool(plot.lines)
+            assert all(0 <= bar.length <= 100 for bar in plot.bars)
+            points = [point for line in plot.lines for point in line.points]
+            assert all(0 <= x <= plots.WIDTH and 0 <= y <= plots.HEIGHT for x, y in points)
+
+
+def _is_number(kind: Kind, column: str) -> bool:
+    return all(isinstance(run.get(column), int | float) for run in kind.runs)
+
+
+def test_lines_are_drawn_over_a_number_that_names_runs() -> None:
+    runs = [
+        {"what": "ttft", "system": name, "tokens": tokens, "ttft_ms_p50": 2.0 * tokens}
+        for name in ("one", "two") for tokens in (400, 100, 1600)
+    ]  # fmt: skip
+    (kind,) = kinds(runs)
+    (plot,) = plots.plots(kind)
+    assert plot.title == "ttft_ms_p50 over tokens"
+    assert [line.label for line in plot.lines] == ["one", "two"]
+    # 400 is in the middle of a logarithmic axis from 100 to 1600.
+    across, down = zip(*plot.lines[0].points, strict=True)
+    assert across == pytest.approx((0, plots.WIDTH / 2, plots.WIDTH))
+    assert down == pytest.approx((plots.HEIGHT * 15 / 16, plots.HEIGHT * 3 / 4, 0))
+    assert plot.ticks[1] == (pytest.approx(plots.WIDTH / 2), "400")
+
+
+def test_bars_have_a_spread_and_no_column_of_a_spread_is_plotted() -> None:
+    runs = [
+        {"what": "ruler", "system": name, "accuracy": of, "low": of - 0.1, "high": of + 0.1}
+        for name, of in (("one", 0.5), ("two", 0.25))
+    ]
+    (kind,) = kinds(runs)
+    (plot,) = plots.plots(kind)
+    assert plot.title == "accuracy"
+    assert [(bar.label, bar.length, bar.spread) for bar in plot.bars] == [
+        ("one", 100, "0.4 to 0.6"), ("two", 50, "0.15 to 0.35"),
+    ]  # fmt: skip
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
