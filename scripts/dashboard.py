@@ -96,6 +96,13 @@ ROWS: dict[str, Sequence[Panel]] = {
             },
         ),
         Panel(
+            "Requests per second that computed KV which existed",
+            "Tiers: pages took longer than the configured wait. Swap: preempted requests whose KV "
+            "was lost, not kept, or slower to load.",
+            "short",
+            {"tiers: late": once("tiers_late_requests"), "swap": once("swap_recomputed")},
+        ),
+        Panel(
             "Error of predictions", "Median relative error of the cost model, by what it predicts.",
             "percentunit", {"{{kind}}": each("planning_error", "kind", of="max")},
         ),

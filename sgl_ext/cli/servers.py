@@ -1,4 +1,4 @@
-"""Commands for running servers: verify, bench."""
+"""Commands for measurements: verify, bench, report."""
 
 from __future__ import annotations
 
@@ -105,6 +105,14 @@ def bench(context: typer.Context) -> None:
     from sgl_ext.bench.__main__ import main as run
 
     run(context.args)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def report(context: typer.Context) -> None:
+    """Writes records of benchmarks as one HTML page with plots: RECORD.json... [--out FILE]."""
+    from sgl_ext.bench.html import main as write
+
+    write(context.args)
 
 
 def _print(lines: list[Line]) -> None:

@@ -87,6 +87,9 @@ class Planner:
         self._deadlines: dict[Name, float] = {}
         """Times until which requests are held back for whole wants, on the clock; set when they are
         first considered for admission."""
+        self.late = 0
+        """Requests that were admitted or ended before their pages had landed, because the longest
+        time allowed had passed."""
         self._turns = Turns(self.wants, self._channels, costs, wait=wait, clock=clock)
         self._epoch = costs.epoch
 
@@ -118,11 +121,15 @@ class Planner:
         """
         if (request := self.wants.requests.get(name)) is not None:
             request.seen = self._clock()
-        waits = name in self.wants.unopened or name in self.wants.opened
-        if not waits and not self.wants.follows(name):
+        if not self._loads(name):
             return True
         now = self._clock()
         return now > self._deadlines.setdefault(name, now + self._wait)
+
+    def _loads(self, name: Name) -> bool:
+        """Returns whether pages of a whole want have yet to land."""
+        waits = name in self.wants.unopened or name in self.wants.opened
+        return waits or self.wants.follows(name)
 
     def take(self, name: Name) -> Request | None:
         """Removes a whole want whose request is admitted or gone, and returns it.
@@ -130,7 +137,8 @@ class Planner:
         Its pages are unpinned; loads that have begun still land. Returns None if it did not load
         pages itself.
         """
-        self._deadlines.pop(name, None)
+        deadline = self._deadlines.pop(name, None)
+        self.late += deadline is not None and self._clock() > deadline and self._loads(name)
         request = self.release(name)
         landed = {} if request is None else request.landed
         for tier in self._tiers:

@@ -271,8 +271,8 @@ def test_the_metrics_of_the_dashboard_exist(sides: dict[str, Side]) -> None:
     for side in sides.values():
         text = requests.get(f"{side.server.url}/metrics", timeout=DEADLINE_S).text
         missing -= set(re.findall(r"^(sglang(?:_ext)?:\w+)", text, re.MULTILINE))
-    # Nothing failed, and no linked chunk was measured: the model is not a trained one.
-    rare = {"tiers_failures_total", "peer_replacements_total", "chunks_divergence_nats"}
+    # No linked chunk was measured: the model is not a trained one.
+    rare = {"chunks_divergence_nats"}
     assert missing <= {f"sglang_ext:{name}" for name in rare}
     assert len(wanted) > 30
 

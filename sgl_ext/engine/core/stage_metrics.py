@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sgl_ext.engine.core.metrics import Metrics
 
-_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
 class StageMetrics:

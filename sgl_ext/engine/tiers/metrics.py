@@ -24,6 +24,10 @@ _GAUGES = {
 }
 
 
+_COMMON = "no_room"
+"""Reason of failures that all tiers have."""
+
+
 class TierMetrics(Paced):
     """Metrics of a scheduler process."""
 
@@ -41,11 +45,20 @@ class TierMetrics(Paced):
             "Pages that could not be loaded or stored, by reason.",
             "tier", "reason",
         )  # fmt: skip
+        self._late = metrics.counter(
+            "sglang_ext:tiers_late_requests",
+            "Requests that were not held back any longer for pages that took more than tiers.wait.",
+        )
         self._totals = Totals()
 
-    def update(self, reports: Mapping[str, TierReport]) -> None:
-        """Sets all metrics to the current statistics of the tiers."""
+    def update(self, reports: Mapping[str, TierReport], late: int) -> None:
+        """Sets all metrics to the current statistics of the tiers.
+
+        Args:
+            late: :attr:`~sgl_ext.planning.planner.Planner.late`.
+        """
         self._updated()
+        self._totals.set(self._late, late)
         for tier, report in reports.items():
             numbers: Mapping[str, object] = report
             for name, gauge in self._gauges.items():
@@ -53,5 +66,6 @@ class TierMetrics(Paced):
             for name, counter in self._counters.items():
                 total = float(numbers[name])  # type: ignore[arg-type]
                 self._totals.set(counter, total, tier)
-            for reason, pages in report["failures"].items():
+            # A series that begins with its first failure has no rate before the second one.
+            for reason, pages in {_COMMON: 0, **report["failures"]}.items():
                 self._totals.set(self._failures, pages, tier, reason)

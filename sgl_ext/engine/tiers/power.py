@@ -117,7 +117,7 @@ class TiersPower(Power[Tiers]):
         self.planner.advance()
         self._trace_loads()
         if self._metrics is not None and self._metrics.due:
-            self._metrics.update(self.describe())
+            self._metrics.update(self.describe(), self.planner.late)
 
     def forwarded(self, batch: ScheduleBatch) -> None:
         self._trace_loads()  # before SGLang ends the traces of requests that have ended

@@ -205,6 +205,23 @@ def test_giving_up_pages_does_not_extend_the_wait_of_a_request() -> None:
     machine.shelf.open.set()
 
 
+@pytest.mark.parametrize("lands", [False, True])
+def test_requests_that_do_not_wait_any_longer_for_their_pages_are_counted(lands: bool) -> None:
+    machine = Machine(4, 16, wait=0.0)
+    names = keys(*range(6))
+    machine.shelve(names)
+    machine.shelf.open.clear()
+    machine.prefixes.lookup("r", names)
+    machine.until(lambda: machine.prefixes.ready("r"))
+    if lands:
+        machine.shelf.open.set()
+        machine.until(lambda: not machine.planner.pending())
+    machine.prefixes.forget("r")  # as when it is admitted
+    machine.prefixes.forget("r")
+    assert machine.planner.late == (0 if lands else 1)
+    machine.shelf.open.set()
+
+
 def test_a_request_does_not_wait_if_lower_tiers_have_no_pages(machine: Machine) -> None:
     assert machine.prefixes.lookup("r", keys(1, 2)) == 0
     assert machine.prefixes.ready("r")
