@@ -94,6 +94,30 @@ def passes_on(hook: Hook, mine: Function, theirs: Function) -> bool:
     )
 
 
+def elsewhere(root: Path, target: str) -> list[str]:
+    """Returns where a release defines functions with the name of a target that is gone."""
+    name = target.rpartition(".")[2]
+    found = []
+    for path in sorted((root / "sglang" / "srt").rglob("*.py")):
+        text = path.read_text()
+        if f"def {name}(" not in text:
+            continue
+        module = ".".join(path.relative_to(root).with_suffix("").parts)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, Function) and node.name == name:
+                found.append(f"{module.removeprefix('sglang.srt.')}:{node.lineno}")
+    return found
+
+
+def not_compared(ours: Path) -> list[str]:
+    """Returns the hooked functions that a base class or a decorator defines, or the start makes.
+
+    Only the start of a server checks them.
+    """
+    targets = sorted({hook.target for hook in HOOKS})
+    return [each for each in targets if function(ours, each) is None]
+
+
 def changed_functions(ours: Path, other: Path) -> Iterator[Finding]:
     """Yields the hooked functions that are gone, or differ in signature or body."""
     hooks: dict[str, list[Hook]] = {}
@@ -102,9 +126,11 @@ def changed_functions(ours: Path, other: Path) -> Iterator[Finding]:
     for target in sorted(hooks):
         mine, theirs = function(ours, target), function(other, target)
         if mine is None:
-            continue  # defined by a base class or at run time: only the start checks it
+            continue  # see not_compared
         if theirs is None:
-            yield Finding(target, "is gone", True)
+            places = elsewhere(other, target)
+            moved = f"; functions of this name: {', '.join(places)}" if places else ""
+            yield Finding(target, f"is gone{moved}", True)
         elif ast.unparse(mine.args) != ast.unparse(theirs.args):
             before, after = ast.unparse(theirs.args), ast.unparse(mine.args)
             passed = all(passes_on(hook, mine, theirs) for hook in hooks[target])
@@ -287,6 +313,9 @@ def main() -> None:
         for each in sorted(found, key=lambda one: not one.fatal):
             target = each.target.removeprefix("sglang.srt.")
             print(f"  {'!' if each.fatal else ' '} {target} {each.what}")
+    if rest := not_compared(ours):
+        names = ", ".join(each.removeprefix("sglang.srt.") for each in rest)
+        print(f"checked at the start of a server only: {names}")
     sys.exit(1 if fatal else 0)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 _EVERY_S = 10.0
+Item = TypeVar("Item")
 
 
 def say(text: str) -> None:
@@ -36,3 +38,11 @@ class Progress:
         self._said = now
         left = (now - self._begin) / self._done * (self._steps - self._done)
         say(f"{self._what}: {self._done} of {self._steps}, about {left:.0f} s left")
+
+
+def steps(items: Sequence[Item], what: str) -> Iterator[Item]:
+    """Yields items, and reports the progress of the loop over them as :class:`Progress` does."""
+    progress = Progress(what, len(items))
+    for item in items:
+        yield item
+        progress.step()

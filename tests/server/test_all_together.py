@@ -39,7 +39,10 @@ TOKENS = 12
 TURNS = 6
 """Maximum turns of the chats."""
 CHANCE = random.Random(7)  # noqa: S311
-COMMON = ("--page-size", "16", "--dtype", "float32", "--enable-metrics", *BESIDE_OTHERS)
+COMMON = (
+    "--page-size", "16", "--dtype", "float32", "--enable-metrics", "--enable-cache-report",
+    *BESIDE_OTHERS,
+)  # fmt: skip
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
 
 
@@ -252,6 +255,43 @@ def test_preempted_requests_resume(side: Side) -> None:
     urgent = [side.plain(1300), side.follower(700)]
     side.same(chats, urgent, between=lambda: until(side.decodes, within=60), tokens=96)
     assert side.told["swap", "follower"], side.state()["swap"]
+
+
+def _not_computed(entries: list[dict[str, Any]]) -> int:
+    """Returns the tokens of the prompt that powers have loaded or linked."""
+    found = 0
+    for entry in entries:
+        match entry:
+            case {"power": "tiers", "sources": sources}:
+                found += sum(each["tokens"] for each in sources.values())
+            case {"power": "restore", "loaded": loaded}:
+                found += sum(loaded.values())
+            case {"power": "chunks", "linked": linked}:
+                found += linked
+    return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "follower", "linked"])
+def test_completions_report_the_cached_tokens_of_all_powers(side: Side, kind: str) -> None:
+    """Prompts are computed, evicted, and sent again: as a whole, and as a stream."""
+    asked = side.linked(0, 1, " And?") if kind == "linked" else getattr(side, kind)(300)
+    side.same([asked])
+    side.same([side.plain(1300), side.plain(1300)])  # evicts it
+    body = {"model": "", "prompt": asked.prompt, "temperature": 0, "max_tokens": TOKENS}
+    if share := SHARES.get(kind):
+        body["ext_stored"] = {"id": side.stored, "sparsity": share}
+    found = post(side.server, "/v1/completions", body)
+    usage = found["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert 0 < _not_computed(found["sglext"]["ext"]) <= cached < usage["prompt_tokens"]
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    answer = requests.post(f"{side.server.url}/v1/completions", json=streamed, timeout=DEADLINE_S)
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    last = json.loads(lines[-1])["usage"]
+    assert last["prompt_tokens"] == usage["prompt_tokens"]
+    # All whole pages are on the device by now; the last token is always computed.
+    pages = (last["prompt_tokens"] - 1) // 16
+    assert 16 * pages - 16 <= last["prompt_tokens_details"]["cached_tokens"] <= 16 * pages
 
 
 def test_a_prompt_that_follows_a_context_and_links_others_is_refused(side: Side) -> None:

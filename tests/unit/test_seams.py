@@ -84,12 +84,16 @@ def test_every_supported_release_holds(supported: Path) -> None:
 
 
 def test_functions_that_are_gone_or_differ_are_found(release: Path) -> None:
+    moved = release / "sglang/srt/managers/moved.py"
+    moved.write_text("class Other:\n    def run_batch(self): ...\n")
     found = {each.target: each for each in SCRIPT["changed_functions"](installed(), release)}
     adder = "sglang.srt.managers.schedule_policy.PrefillAdder"
     assert found[f"{adder}._commit_prefill_admission"].what == "is gone"
     assert "(extra, self, req" in found[f"{adder}.add_one_req"].what
     assert f"{adder}.preempt_to_schedule" not in found
-    assert found["sglang.srt.managers.scheduler.Scheduler.run_batch"].fatal
+    run_batch = found["sglang.srt.managers.scheduler.Scheduler.run_batch"]
+    assert run_batch.fatal
+    assert run_batch.what == "is gone; functions of this name: managers.moved:2"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from sgl_ext.bench.data.needles import essays
 from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.client import ContextCache
 from sgl_ext.errors import ExtError
+from sgl_ext.progress import steps
 from sgl_ext.serving import server
 
 _TOKENS = 900
@@ -52,7 +53,7 @@ class Creation:
     def report(self, report: Report) -> None:
         """Adds the runs and figures of creation."""
         seconds: dict[str, list[float]] = {name: [] for name in ("stock", *self._sizes.methods)}
-        for _ in range(self._sizes.rounds):
+        for _ in steps(range(self._sizes.rounds), "rounds of contexts"):
             for name, into in seconds.items():
                 begin = time.perf_counter()
                 texts = [self._texts.pop() for _ in range(_AT_ONCE)]

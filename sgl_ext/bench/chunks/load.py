@@ -18,6 +18,7 @@ from typing import NamedTuple
 from sgl_ext.bench.chunks.linked import DEFAULT, Contexts, Ids, asked, nothing_missing, text_of
 from sgl_ext.bench.chunks.prompts import Prompt, Template, question_prompts
 from sgl_ext.bench.harness.report import Report, summary
+from sgl_ext.progress import steps
 from sgl_ext.serving import server
 
 _TOKENS = 4096
@@ -69,7 +70,7 @@ class Load:
         systems = ("stock", *self._sizes.methods)
         surge = {name: _SURGE * self._alone(name) for name in systems}
         answered: dict[str, list[float]] = {name: [] for name in systems}
-        for round_ in range(self._sizes.rounds):
+        for round_ in steps(range(self._sizes.rounds), "rounds of load"):
             for place in range(len(systems)):
                 name = systems[(round_ + place) % len(systems)]
                 answered[name].append(self._offer(name, surge[name], round_).per_s)

@@ -35,6 +35,7 @@ from sgl_ext.bench.exactness.tally import FAULTS, Tally
 from sgl_ext.bench.harness.report import Report
 from sgl_ext.errors import ExtError
 from sgl_ext.models import SMOLLM2, prepare, shortened
+from sgl_ext.progress import steps
 from sgl_ext.serving import server
 
 _OUTPUT_TOKENS = 8
@@ -204,7 +205,7 @@ def _compare(
     differing = {each.system.name: 0 for each in servers[1:]}
     largest = dict.fromkeys(differing, 0.0)
     hits = dict.fromkeys(differing, 0)
-    for turn in range(len(held[0].prompts)):
+    for turn in steps(range(len(held[0].prompts)), "turns"):
         # The order alternates: a small tier is first asked for the KV that it still holds.
         for conversation in held[:: -1 if turn % 2 else 1]:
             expected, *found = (_answer(each, conversation.prompts[turn]) for each in servers)

@@ -18,6 +18,7 @@ from sgl_ext.bench.harness.sampling import paired_ratio
 from sgl_ext.bench.peer.servers import COMMON, LAYERS, Lent, pair
 from sgl_ext.bench.swap.load import Talk, Turn, run
 from sgl_ext.errors import ExtError
+from sgl_ext.progress import steps
 from sgl_ext.serving.http import forget
 from sgl_ext.serving.server import Server, System
 
@@ -53,7 +54,7 @@ def report_decode(report: Report, sizes: DecodeSizes, logs: Path) -> None:
             found: dict[str, list[float]] = {name: [] for name in servers}
             for server in servers.values():
                 forget(server.url)
-            for round_ in range(sizes.rounds + 1):
+            for round_ in steps(range(sizes.rounds + 1), "rounds of answers"):
                 names = [*servers]
                 for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
                     seconds = _per_token(servers[name], length)

@@ -24,6 +24,7 @@ from sgl_ext.bench.harness.report import Report
 from sgl_ext.bench.peer.servers import COMMON, Lent, pair
 from sgl_ext.bench.swap.load import Talk, Turn, run
 from sgl_ext.errors import ExtError
+from sgl_ext.progress import steps
 from sgl_ext.serving.http import forget
 from sgl_ext.serving.server import Server, System
 
@@ -49,7 +50,7 @@ def report_interference(report: Report, setup: Lent, rounds: int, logs: Path) ->
             _pin(server, core)
         situations = {"lent": master, "own": local, "idle": None}
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in situations}
-        for round_ in range(rounds + 1):
+        for round_ in steps(range(rounds + 1), "rounds of interference"):
             for name in list(situations)[round_ % 3 :] + list(situations)[: round_ % 3]:
                 forget(worker.url)
                 with _busy(situations[name], round_):

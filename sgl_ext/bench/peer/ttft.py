@@ -25,6 +25,7 @@ from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.bench.peer.servers import COMMON, PAGE, Lent, pair
 from sgl_ext.errors import ExtError
 from sgl_ext.models import SMOLLM2, prepare
+from sgl_ext.progress import steps
 from sgl_ext.serving.http import forget, live
 from sgl_ext.serving.server import Server, System, serve
 
@@ -119,7 +120,7 @@ def _timed(
             _ask(server, text[: sizes.history])
     before = _waited(servers["peer"])
     found: dict[str, list[float]] = {name: [] for name in servers}
-    for turn in range(1, sizes.turns + 1):
+    for turn in steps(range(1, sizes.turns + 1), "turns"):
         for at, text in enumerate(texts):
             prompt = text[: sizes.history + turn * NEW]
             for name in list(servers)[:: 1 if (turn + at) % 2 else -1]:

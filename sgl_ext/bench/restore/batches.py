@@ -22,6 +22,7 @@ from sgl_ext.bench.restore.servers import (
     RECOMPUTE_IN_CHUNKS,
     loaded,
 )
+from sgl_ext.progress import steps
 from sgl_ext.serving import server
 from sgl_ext.serving.http import forget, live
 
@@ -136,7 +137,7 @@ class Batches:
     def _of_size(self, size: int) -> dict[str, _Measured]:
         measured = {each.system.name: _Measured() for each in self._servers}
         turn = 0
-        for seed in self._sizes.seeds:
+        for seed in steps(self._sizes.seeds, "seeds of batches"):
             choose = random.Random(f"batches/{size}/{seed}")  # noqa: S311
             for number in range(self._sizes.batches[size]):
                 batch = choose.sample([*self._contexts], size)
@@ -219,7 +220,7 @@ class Batches:
         (cake,) = (each for each in self._servers if each.system.name == CAKE)
         self._warm([each for each in self._servers if each.system.name in (CAKE, OURS)], _AT_MOST)
         measured = _Measured()
-        for seed in self._sizes.arrival_seeds:
+        for seed in steps(self._sizes.arrival_seeds, "seeds of arrivals"):
             choose = random.Random(f"most/{seed}")  # noqa: S311
             batch = choose.sample([*self._contexts], min(_AT_MOST, len(self._contexts)))
             self._measure(cake, batch, [0.0] * len(batch), measured)

@@ -36,6 +36,7 @@ from sgl_ext.bench.restore.servers import (
 )
 from sgl_ext.bench.restore.stages import report_stages
 from sgl_ext.models import SMOLLM2, prepare
+from sgl_ext.progress import steps
 from sgl_ext.serving import server
 from sgl_ext.serving.http import forget
 
@@ -225,7 +226,7 @@ def _alone(
     names = [each.system.name for each in servers]
     ttft: dict[str, dict[int, list[float]]] = {name: {} for name in names}
     first = first or max(contexts, key=lambda each: each.length)
-    for turn, context in enumerate([first, *[*contexts] * rounds]):
+    for turn, context in enumerate(steps([first, *[*contexts] * rounds], "prompts alone")):
         for at in range(len(servers)):
             one = servers[(turn + at) % len(servers)]
             forget(one.url)

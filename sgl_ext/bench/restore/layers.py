@@ -14,6 +14,7 @@ from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.bench.harness.sampling import ratio_of_medians
 from sgl_ext.bench.restore.contexts import NEW_TOKENS, Context, of_lengths
 from sgl_ext.bench.restore.servers import RECOMPUTE, base
+from sgl_ext.progress import steps
 from sgl_ext.serving import server
 from sgl_ext.serving.http import forget, wait_until_stored
 
@@ -105,7 +106,7 @@ def report_ssd_layers(
         ]
         with server.serve(systems, model, out / "logs" / "ssd-layers") as servers:
             _ttft(servers, contexts[:2], _onto_the_ssd)  # the first loads teach the cost models
-            for length in lengths:
+            for length in steps(lengths, "lengths"):
                 same = [context for context in contexts if context.length == length]
                 ttft = _ttft(servers, same, _onto_the_ssd)
                 medians = {name: statistics.median(found) for name, found in ttft.items()}

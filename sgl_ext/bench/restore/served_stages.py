@@ -26,6 +26,7 @@ from sgl_ext.bench.restore.servers import LOAD, PAGE, RECOMPUTE, base
 from sgl_ext.config.restore import EXPERIMENT, IN_SEQUENCE
 from sgl_ext.errors import ExtError
 from sgl_ext.models import untied
+from sgl_ext.progress import steps
 from sgl_ext.serving import server
 from sgl_ext.serving.http import forget, live, wait_until_stored
 
@@ -164,7 +165,7 @@ def _measure(
     computed: dict[str, list[int]] = {one.system.name: [] for one in servers}
     longest = max(contexts, key=lambda each: each.length)
     # The first request of a process is slow, and restorations learn the costs.
-    for turn, context in enumerate([longest, *[*contexts] * rounds]):
+    for turn, context in enumerate(steps([longest, *[*contexts] * rounds], "prompts in stages")):
         expected: tuple[int, float] | None = None
         for at in range(len(servers)):
             one = servers[at if not turn else (turn + at) % len(servers)]

@@ -31,6 +31,7 @@ from sgl_ext.bench.restore.stage_process import (
 )
 from sgl_ext.engine.restore.stage_model import PAGE, write_part
 from sgl_ext.errors import ExtError
+from sgl_ext.progress import steps
 
 STAGES = 2
 _MODES = (KEPT, AS_IT_COMES, IN_SEQUENCE)
@@ -146,7 +147,7 @@ def report_stages(report: Report, model: Path, lengths: Sequence[int], rounds: i
             rate = len(ids) * statistics.mean(each.token_bytes for each in filled) / computing
             took: dict[str, list[float]] = {mode: [] for mode in _MODES}
             computed: dict[str, list[int]] = {}
-            for turn in range(rounds + 1):
+            for turn in steps(range(rounds + 1), "rounds of stages"):
                 for at in range(len(_MODES)):
                     mode = _MODES[(turn + at) % len(_MODES)]
                     running.ask("slow_down", rate)

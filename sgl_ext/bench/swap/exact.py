@@ -12,6 +12,7 @@ from sgl_ext.bench.swap import load
 from sgl_ext.bench.swap.load import at_rate, talks
 from sgl_ext.bench.swap.systems import OURS, PAGE, STOCK
 from sgl_ext.config.swap import EXPERIMENT
+from sgl_ext.progress import steps
 from sgl_ext.serving import server
 from sgl_ext.serving.http import live
 
@@ -46,7 +47,7 @@ def report_exact(report: Report, model: Path, logs: Path, count: int, pool: int)
     said = talks(model, count, longest=_LONGEST, pause=0.1, seed=0)
     alike = compared = 0
     with server.serve(running, model, logs) as (stock, ours):
-        for begin in range(0, count, _AT_ONCE):
+        for begin in steps(range(0, count, _AT_ONCE), "conversations"):
             some = at_rate(said[begin : begin + _AT_ONCE], 1000)
             expected = {each.name: each.tokens for each in load.run(stock.url, some)}
             for each in load.run(ours.url, some):

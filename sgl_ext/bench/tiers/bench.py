@@ -20,6 +20,7 @@ from sgl_ext.bench.data.conversations import Conversation, conversations
 from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.bench.harness.sampling import ratio_of_medians
 from sgl_ext.models import SMOLLM2, prepare
+from sgl_ext.progress import steps
 from sgl_ext.serving import server
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def _by_turns(
     timings: dict[str, list[Timing]] = {each.system.name: [] for each in servers}
     # A system that recomputes every prompt does not need the KV of earlier turns.
     with_memory = [each for each in servers if each.system.name != RECOMPUTE]
-    for turn in range(len(held[0].prompts)):
+    for turn in steps(range(len(held[0].prompts)), "turns of all conversations"):
         for number, conversation in enumerate(held):
             if turn:
                 answers = _ask(servers, conversation.prompts[turn], _OUTPUT_TOKENS, number)
@@ -231,7 +232,7 @@ def _report_resident(
     """
     latency: dict[str, list[float]] = {RECOMPUTE: [], OURS: []}
     ratios = []
-    for number in range(rounds):
+    for number in steps(range(rounds), "rounds of resident conversations"):
         pair = [each for each in systems() if each.name in latency]
         with server.serve(pair[:: 1 - number % 2 * 2], model, logs) as servers:
             for conversation in before:

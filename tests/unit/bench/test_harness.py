@@ -21,7 +21,7 @@ from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.bench.harness.sampling import interleaved, paired_ratio
 from sgl_ext.bench.memory import bench as memory_bench
 from sgl_ext.errors import ExtError
-from sgl_ext.progress import Progress
+from sgl_ext.progress import Progress, steps
 from sgl_ext.serving import server
 from sgl_ext.serving.http import forget, live, model_info
 
@@ -175,6 +175,10 @@ def test_progress_is_printed_every_ten_seconds_with_remaining_time(
         "sgl_ext: answers: 6 of 10, about 16 s left",
         "sgl_ext: answers: 9 of 10, about 4 s left",
     ]
+
+
+def test_a_loop_yields_all_of_its_steps() -> None:
+    assert [*steps(("a", "b"), "letters")] == ["a", "b"]
 
 
 @pytest.mark.parametrize("ask", [live, forget, model_info])
