@@ -61,7 +61,7 @@ def _tiers(now: Sequence[Scheduler]) -> Table:
                 f"{found['pages'] / capacity:.0%}" if capacity else "",
                 f"{found['hit_tokens']:,}",
                 _share(found["hit_tokens"], found["missed_tokens"]),
-                _saved(state, found),
+                _saved(state, found["hit_tokens"]),
                 rate("loaded_bytes"),
                 rate("stored_bytes"),
                 escape(", ".join(f"{why} {count:,}" for why, count in failures.items())),
@@ -73,8 +73,8 @@ def _share(part: int, rest: int) -> str:
     return f"{part / (part + rest):.0%}" if part + rest else ""
 
 
-def _saved(state: State, tier: State) -> str:
-    """Returns the seconds of computing that a tier's hits have saved at least.
+def _saved(state: State, tokens: int) -> str:
+    """Returns the seconds of computing that tokens which were not computed have saved at least.
 
     The part of the cost that grows with the square of a prompt's length is left out: the report
     does not tell where in their prompts these tokens were.
@@ -82,7 +82,7 @@ def _saved(state: State, tier: State) -> str:
     costs = state.get("planning", {}).get("costs", {})
     if "compute" not in costs.get("known", ()):
         return ""
-    return f"{tier['hit_tokens'] * costs['compute']['per_token']:,.1f}"
+    return f"{tokens * costs['compute']['per_token']:,.1f}"
 
 
 def _powers(now: Sequence[Scheduler]) -> Table:
@@ -90,17 +90,21 @@ def _powers(now: Sequence[Scheduler]) -> Table:
     for name, state, *_ in now:
         for power, shown in _SHOWN.items():
             if (found := state.get(power)) is not None:
-                table.add_row(escape(name), power, escape(shown(found)))
+                table.add_row(escape(name), power, escape(shown(found, state)))
     return table
 
 
-def _chunks(found: State) -> str:
-    parts = [f"{found['requests']:,} prompts", f"{found['linked']:,} tokens linked"]
+def _chunks(found: State, state: State) -> str:
+    linked, saved = found["linked"], _saved(state, found["linked"])
+    share = _share(linked, found["missing"] + found["computed"])
+    parts = [f"{found['requests']:,} prompts", f"{linked:,} tokens linked"]
+    if share:
+        parts[-1] += f" ({share}" + (f", {saved} s saved)" if saved else ")")
     parts += [f"{found[key]:,} {key}" for key in ("recomputed", "missing", "computed")]
     return ", ".join(parts)
 
 
-def _restore(found: State) -> str:
+def _restore(found: State, _state: State) -> str:
     tokens = [
         f"{count:,} computed meanwhile" if source == "computed" else f"{count:,} from {source}"
         for source, count in found["tokens"].items()
@@ -112,15 +116,16 @@ def _restore(found: State) -> str:
     )
 
 
-def _swap(found: State) -> str:
+def _swap(found: State, _state: State) -> str:
     return (
         f"{found['swapped_out']:,} requests swapped out, {found['swapped_in']:,} resumed, "
         f"{found['swapped']:,} out now; {found['recomputed']:,} recomputed "
-        f"({found['recomputed_tokens']:,} tokens)"
+        f"({found['recomputed_tokens']:,} tokens); {found['stored_bytes'] / 1e6:,.0f} MB copied to "
+        "host memory"
     )
 
 
-def _clusters(found: State) -> str:
+def _clusters(found: State, _state: State) -> str:
     opened = found["open"].values()
     read = {
         what: sum(each[what] for each in opened) for what in ("fetched", "prefetched", "in_memory")

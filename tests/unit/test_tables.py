@@ -29,7 +29,7 @@ def state(**changes: Any) -> dict[str, Any]:
         "restore": {"interrupted": 4, "prompts": 3, "tokens": {"ssd": 5000, "computed": 1200}},
         "swap": {
             "swapped_out": 9, "swapped_in": 8, "swapped": 1, "recomputed": 2,
-            "recomputed_tokens": 500,
+            "recomputed_tokens": 500, "stored_bytes": 12_300_000,
         },
         "clusters": {
             "followed": 3,
@@ -70,7 +70,8 @@ def test_every_power_is_shown_within_the_width(width: int) -> None:
         assert words in shown
     flat = " ".join(shown.split())
     for words in (
-        "7 prompts, 9,000 tokens linked",
+        "7 prompts, 9,000 tokens linked (100%, 9.0 s saved), 80 recomputed",
+        "2 recomputed (500 tokens); 12 MB copied to host memory",
         "3 prompts restored: 5,000 from ssd, 1,200 computed meanwhile (tokens); 4 interrupted",
 
         "9 requests swapped out, 8 resumed", "1 contexts open", "75% in memory", "1 devices lost",
