@@ -100,7 +100,7 @@ ROWS: dict[str, Sequence[Panel]] = {
             "Tiers: pages took longer than the configured wait. Swap: preempted requests whose KV "
             "was lost, not kept, or slower to load.",
             "short",
-            {"tiers: late": once("tiers_late_requests"), "swap": once("swap_recomputed")},
+            {"tiers: late": once("tiers_late_loads"), "swap": once("swap_recomputed")},
         ),
         Panel(
             "Error of predictions", "Median relative error of the cost model, by what it predicts.",

@@ -126,13 +126,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE")
     options = parser.parse_args(arguments)
     try:
-        options.out.write_text(page([_read(path) for path in options.records]))
+        options.out.write_text(page([read(path) for path in options.records]))
     except (ExtError, OSError) as error:
         sys.exit(f"sgl_ext: {error}")
     print(f"wrote {options.out}")
 
 
-def _read(path: Path) -> Record:
+def read(path: Path) -> Record:
+    """Reads a record.
+
+    Raises:
+        OSError: the file cannot be read.
+        ExtError: the file is not a record.
+    """
     try:
         return msgspec.json.decode(path.read_bytes(), type=Record)
     except msgspec.MsgspecError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
@@ -107,12 +108,17 @@ def bench(context: typer.Context) -> None:
     run(context.args)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def report(context: typer.Context) -> None:
-    """Writes records of benchmarks as one HTML page with plots: RECORD.json... [--out FILE]."""
-    from sgl_ext.bench.html import main as write
+@app.command()
+def report(
+    records: Annotated[list[Path], typer.Argument(help="Records that bench has written.")],
+    out: Annotated[Path, typer.Option(help="Page to write.")] = Path("report.html"),
+) -> None:
+    """Writes records of benchmarks as one HTML page, with tables and plots."""
+    from sgl_ext.bench.html import page, read
 
-    write(context.args)
+    with failing(OSError):
+        out.write_text(page([read(each) for each in records]))
+    print(f"wrote {out}")
 
 
 def _print(lines: list[Line]) -> None:

@@ -53,6 +53,7 @@ chunks:
 _CLUSTERS = """\
 # Texts that are too large for memory are stored once, by POST /ext/clusters or sgl-ext store.
 # Answers to requests that name one in "ext_stored" read a tenth of it, and are approximate.
+# Remove the section with --tp-size above 1 or with LoRA.
 clusters:
   directories: [{stored}]
 """

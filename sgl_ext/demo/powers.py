@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from statistics import median
 from typing import Any
 
@@ -30,7 +29,6 @@ _ANSWER = 12
 _TURNS, _TURN, _LONG = 6, 8, 24
 _SLOW = 30_000_000
 """Bytes per second of the slowed SSD: about as many as a core computes KV of SmolLM2."""
-_WINDOW_S = 5
 _LENDING_S = 60.0
 
 
@@ -128,21 +126,17 @@ def peer() -> Iterator[Side]:
     with scratch() as folder:
         both = {"directory": f"{folder}/peers"}
         master = system("master", {"peer": {"role": "master", "capacity": "512MiB", **both}}, 2048)
-        # The worker lends what it has not needed for this long.
-        lends = {"role": "worker", "window": f"{_WINDOW_S}s", **both}
-        worker = system("worker", {"peer": lends}, 16384)
-        with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
-            started = pool.submit(stack.enter_context, serving([worker]))
-            (target,) = stack.enter_context(serving([master]))
+        worker = system("worker", {"peer": {"role": "worker", **both}}, 16384)
+        with serving([master]) as (target,):
             prompt = "".join(documents(70)) + QUESTION
             own = "own memory: 2,048 tokens"
             try:
                 yield of_reply(own, target.answer(prompt, _ANSWER, stop=True))
             except ExtError as error:
                 yield Side(own, {"answer": f"refused: {str(error)[-160:]}"})
-            started.result()
-            _wait_until_lent(target)
-            yield of_reply("with borrowed memory", target.answer(prompt, _ANSWER, stop=True))
+            with serving([worker]):  # not before: it would lend at once
+                _wait_until_lent(target)
+                yield of_reply("with borrowed memory", target.answer(prompt, _ANSWER, stop=True))
 
 
 def clusters() -> Iterator[Side]:

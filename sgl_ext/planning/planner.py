@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -37,6 +38,9 @@ class Landed(NamedTuple):
     """Numbers of the pages in the run, ascending, int64 ``[pages]``."""
     places: Pages
     """Their places in host memory."""
+
+
+_LATE = -math.inf
 
 
 class Planner:
@@ -86,10 +90,8 @@ class Planner:
         )  # fmt: skip
         self._deadlines: dict[Name, float] = {}
         """Times until which requests are held back for whole wants, on the clock; set when they are
-        first considered for admission."""
-        self.late = 0
-        """Requests that were admitted or ended before their pages had landed, because the longest
-        time allowed had passed."""
+        first considered for admission, and :data:`_LATE` once they have passed."""
+        self._late = 0
         self._turns = Turns(self.wants, self._channels, costs, wait=wait, clock=clock)
         self._epoch = costs.epoch
 
@@ -121,15 +123,21 @@ class Planner:
         """
         if (request := self.wants.requests.get(name)) is not None:
             request.seen = self._clock()
-        if not self._loads(name):
+        waits = name in self.wants.unopened or name in self.wants.opened
+        if not waits and not self.wants.follows(name):
             return True
         now = self._clock()
-        return now > self._deadlines.setdefault(name, now + self._wait)
+        if now <= (deadline := self._deadlines.setdefault(name, now + self._wait)):
+            return False
+        self._late += deadline > _LATE
+        self._deadlines[name] = _LATE
+        return True
 
-    def _loads(self, name: Name) -> bool:
-        """Returns whether pages of a whole want have yet to land."""
-        waits = name in self.wants.unopened or name in self.wants.opened
-        return waits or self.wants.follows(name)
+    @property
+    def late(self) -> int:
+        """Number of wants that requests were not held back for any longer, because the longest time
+        allowed had passed."""
+        return self._late + self._turns.late
 
     def take(self, name: Name) -> Request | None:
         """Removes a whole want whose request is admitted or gone, and returns it.
@@ -137,8 +145,7 @@ class Planner:
         Its pages are unpinned; loads that have begun still land. Returns None if it did not load
         pages itself.
         """
-        deadline = self._deadlines.pop(name, None)
-        self.late += deadline is not None and self._clock() > deadline and self._loads(name)
+        self._deadlines.pop(name, None)
         request = self.release(name)
         landed = {} if request is None else request.landed
         for tier in self._tiers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from sgl_ext.clock import Clock
@@ -14,6 +15,8 @@ from sgl_ext.planning.wants import Wants
 
 _SEEN_S = 5.0
 """Time for which a request that the scheduler no longer considers blocks others, in seconds."""
+
+_LATE = -math.inf
 
 
 class Turns:
@@ -42,7 +45,11 @@ class Turns:
         self._before = self._now
         """Start of the previous step."""
         self._give_up: dict[Name, float] = {}
-        """Time until which each request waits for another want with the same pages."""
+        """Time until which each request waits for another want with the same pages; once it has
+        passed, :data:`_LATE`."""
+        self.late = 0
+        """Number of times that a request was not held back any longer for lookups or another
+        want."""
         self.interrupted = 0
         """Number of times that a prompt being computed was interrupted."""
 
@@ -58,7 +65,12 @@ class Turns:
         wants = self._wants
         if (request := wants.requests.get(name)) is None:
             if wants.follows(name):
-                return self._now > self._give_up.setdefault(name, self._now + self._wait)
+                give_up = self._give_up.setdefault(name, self._now + self._wait)
+                if self._now <= give_up:
+                    return False
+                self.late += give_up > _LATE
+                self._give_up[name] = _LATE
+                return True
             self._give_up.pop(name, None)
             return True
         request.seen = self._now
@@ -67,6 +79,7 @@ class Turns:
         if active is None and not request.answered:
             if self._now < request.asked + self._wait:
                 return False
+            self.late += 1
             self.release(name)
             return True
         if continuing or self._channels.computing is not None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Semaphore
 from typing import Any
 
+from sgl_ext.verify.background import Background
 from sgl_ext.verify.compare import Reply
 from sgl_ext.verify.target import Target
 from sgl_ext.verify.texts import Texts
@@ -20,6 +21,8 @@ _LONGEST, _SHORTEST, _MOST = 4096, 64, 128
 """Longest and shortest urgent prompt, and the most of them."""
 _URGENT = 1_000_000
 _BEGIN_S = 60.0
+_FILL_S = 300.0
+"""Longest expected time to fill the pool. Requests that wait get no byte of their answer before."""
 
 
 class Preemption:
@@ -28,25 +31,42 @@ class Preemption:
     Args:
         info: the server's ``/server_info``.
         prompts: token ids of the prompts whose requests are preempted.
+        per_token: seconds that the server takes to compute a token.
     """
 
     def __init__(
-        self, target: Target, info: Mapping[str, Any], prompts: Sequence[Sequence[int]]
+        self,
+        target: Target,
+        info: Mapping[str, Any],
+        prompts: Sequence[Sequence[int]],
+        per_token: float,
     ) -> None:
         self._target, self._prompts = target, prompts
         self._policy = info["sgl_ext"]["config"]["swap"]["policy"]
-        by_priority = info.get("enable_priority_scheduling", False)
+        pool, longest = int(info["max_total_num_tokens"]), int(info["max_req_input_len"])
         low_first = info.get("schedule_low_priority_values_first", False)
         self._urgent = -_URGENT if low_first else _URGENT
         # Room for one is made only if preempting all others suffices.
-        self._length = max(min(_LONGEST, sum(map(len, prompts)) // 2), _SHORTEST)
-        self._count = int(info["max_total_num_tokens"]) // self._length + 2
-        self.why_not = ""
+        length = min(_LONGEST, sum(map(len, prompts)) // 2, longest - _HELD - 2)
+        self._length = max(length, _SHORTEST)
+        self._count = pool // self._length + 2
+        self.why_not = self._why_not(info, pool * per_token)
         """Reason why no preemption can be provoked; empty if it can."""
-        if self._policy == "fcfs" or (self._policy == "sglang" and not by_priority):
-            self.why_not = "requests are preempted only if memory runs out, which is not provoked"
-        elif self._count > _MOST:
-            self.why_not = f"filling the device pool at once takes {self._count} prompts"
+
+    def _why_not(self, info: Mapping[str, Any], seconds: float) -> str:
+        by_priority = info.get("enable_priority_scheduling", False)
+        preempts = by_priority and not info.get("disable_priority_preemption", False)
+        if self._policy == "fcfs" or (self._policy == "sglang" and not preempts):
+            return "requests are preempted only if memory runs out, which is not provoked"
+        if self._count > _MOST or seconds > _FILL_S:
+            return (
+                f"filling the device pool at once takes {self._count} prompts and about "
+                f"{seconds:,.0f} s; a smaller --max-total-tokens lets it be verified"
+            )
+        queued = info.get("max_queued_requests")
+        if queued is not None and queued < self._count + len(self._prompts):
+            return f"{self._count} prompts at once exceed --max-queued-requests {queued}"
+        return ""
 
     def answers(self, texts: Texts) -> list[Reply]:
         """Returns the answers to the prompts, whose requests are preempted if that is possible.
@@ -60,20 +80,22 @@ class Preemption:
         begun = Semaphore(0)
 
         def ask(ids: Sequence[int]) -> Reply:
-            return self._target.answer(
-                ids, ANSWER, likeliest=True, priority=-self._urgent, on_first=begun.release
-            )
+            try:
+                return self._target.answer(
+                    ids, ANSWER, likeliest=True, priority=-self._urgent, on_first=begun.release
+                )
+            finally:
+                begun.release()
 
         def displace(at: int, ids: Sequence[int]) -> Reply:
             # Of another client each, to which a policy owes its share.
             return self._target.answer(ids, _HELD, priority=self._urgent, salt=f"sgl-ext-{at}")
 
         urgent = [*texts.draw(self._count, self._length)]
-        with ThreadPoolExecutor(len(self._prompts) + len(urgent)) as pool:
-            asked = [pool.submit(ask, ids) for ids in self._prompts]
-            for _ in asked:
-                begun.acquire(timeout=_BEGIN_S)
-            others = [pool.submit(displace, at, ids) for at, ids in enumerate(urgent)]
-            for each in others:
-                each.result()
-            return [each.result() for each in asked]
+        asked = [Background(partial(ask, ids)) for ids in self._prompts]
+        for _ in asked:
+            begun.acquire(timeout=_BEGIN_S)
+        others = [Background(partial(displace, at, ids)) for at, ids in enumerate(urgent)]
+        for each in others:
+            each.result()
+        return [each.result() for each in asked]

@@ -10,12 +10,13 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from sgl_ext.errors import ExtError
+from sgl_ext.verify.background import Background
 from sgl_ext.verify.compare import (
     WINDOW,
     Difference,
@@ -200,14 +201,16 @@ class Verification:
             reply = self._target.answer(each.prompt, _ANSWER, likeliest=True)
             return reply, self._repeated(self._target, each.ids)
 
-        with ThreadPoolExecutor(len(passages)) as pool:
-            found = [*pool.map(ask, passages)]
+        asked = [Background(partial(ask, each)) for each in passages]
+        found = [each.result() for each in asked]
         replies, logprobs = [each for each, _ in found], [each for _, each in found]
         return self._line("all at once", self._target, passages, replies, logprobs)
 
     def _preempted(self, passages: Sequence[_Passage]) -> Line:
         prompts = [each.prompt for each in passages]
-        provoked = Preemption(self._target, self._info, prompts)
+        computed = sum(each.reply.seconds for each in passages)
+        per_token = computed / sum(map(len, prompts))
+        provoked = Preemption(self._target, self._info, prompts, per_token)
         if provoked.why_not:
             return Line("preempted", "note", f"not verified: {provoked.why_not}")
         calm = [

@@ -338,7 +338,7 @@ def test_traces_have_the_spans_of_all_powers(sides: dict[str, Side], collected: 
     assert all(each["lent_tokens"] > 0 for each in collected.attributes("ext_peer_read"))
     assert any(each.get("ssd", 0) > 0 for each in collected.attributes("ext_restore"))
     assert any(
-        0 < each["found"] <= each["pages"] for each in collected.attributes("ext_tiers_lookup")
+        0 < each["loads"] <= each["pages"] for each in collected.attributes("ext_tiers_lookup")
     )
     assert any(each["fetched"] > 0 for each in collected.attributes("ext_clusters_read"))
     assert any("clusters" in str(each["powers"]) for each in collected.attributes("ext_wait"))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
+from sgl_ext.verify.background import Background
 from sgl_ext.verify.compare import WINDOW, Reply, bounds, difference, diverges_at
+from sgl_ext.verify.preemption import Preemption
 from sgl_ext.verify.steps import not_loaded
+from sgl_ext.verify.target import Target
 
 
 def reply(*tokens: int, likeliest: tuple[Mapping[int, float], ...] = ()) -> Reply:
@@ -70,3 +74,50 @@ def test_a_tier_smaller_than_the_device_pool_is_named(
     state = {"sgl_ext": {"tiers": tiers}}
     info = {"internal_states": [state], "page_size": 16, "max_total_num_tokens": pool}
     assert not_loaded(info, "host").startswith(found)
+
+
+PRIORITIES = {"enable_priority_scheduling": True}
+
+
+@pytest.mark.parametrize(
+    ("policy", "more", "why"),
+    [
+        ("static", PRIORITIES, ""),
+        ("round-robin", PRIORITIES, ""),
+        ("sglang", PRIORITIES, ""),
+        ("sglang", {}, "only if memory runs out"),
+        ("sglang", {**PRIORITIES, "disable_priority_preemption": True}, "only if memory runs out"),
+        ("fcfs", PRIORITIES, "only if memory runs out"),
+        ("static", {**PRIORITIES, "max_queued_requests": 8}, "exceed --max-queued-requests 8"),
+        ("static", {**PRIORITIES, "max_total_num_tokens": 1_000_000}, "a smaller --max-total"),
+    ],
+)
+def test_preemption_is_provoked_only_where_it_can_be(
+    policy: str, more: dict[str, Any], why: str
+) -> None:
+    info = {
+        "max_total_num_tokens": 65_536, "max_req_input_len": 8000,
+        "sgl_ext": {"config": {"swap": {"policy": policy}}}, **more,
+    }  # fmt: skip
+    target = Target("http://127.0.0.1:1")
+    prompts = [[1] * 1000] * 4
+    found = Preemption(target, info, prompts, 1e-3).why_not
+    assert (found == "") == (why == "") and why in found
+    if not why:
+        assert "about 655 s" in Preemption(target, info, prompts, 1e-2).why_not
+
+
+def test_urgent_prompts_fit_the_context() -> None:
+    info = {
+        "max_total_num_tokens": 8192, "max_req_input_len": 2040, **PRIORITIES,
+        "sgl_ext": {"config": {"swap": {"policy": "static"}}},
+    }  # fmt: skip
+    made = Preemption(Target("http://127.0.0.1:1"), info, [[1] * 1000] * 8, 1e-3)
+    assert made._length + 8 < 2040
+    assert made._length * made._count > 8192
+
+
+def test_errors_of_background_calls_are_raised_where_they_are_awaited() -> None:
+    assert Background(lambda: 7).result() == 7
+    with pytest.raises(ZeroDivisionError):
+        Background(lambda: 1 // 0).result()

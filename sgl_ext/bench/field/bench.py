@@ -4,17 +4,21 @@
 has the load of HiCache's ``bench_multiturn``, and ``hit-rate`` sweeps the share of a prompt that
 was sent before. ``ruler`` compares the accuracy of linked chunks with that of stock SGLang on tasks
 like RULER's. The servers start once, side by side, and measurements alternate between them.
+With ``--dataset``, SGLang's benchmark sends a data set of your own instead, such as a trace of
+Mooncake or of agents, or LongBench v2.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from sgl_ext.bench.chunks.prompts import Template
+from sgl_ext.bench.field.dataset import report_dataset
 from sgl_ext.bench.field.hit_rate import HitRateSizes, report_hit_rate
 from sgl_ext.bench.field.multiturn import MultiturnSizes, report_multiturn
 from sgl_ext.bench.field.ruler import METHODS, RulerSizes, report_ruler
@@ -79,19 +83,35 @@ _MINUTES: Mapping[str, _Minutes] = {
 PARTS = tuple(_MINUTES)
 
 
-def minutes(options: argparse.Namespace) -> float:
-    """Returns the estimated minutes of a run on two cores."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this benchmark."""
+    parser.add_argument(
+        "--dataset", default="", metavar="ARGUMENTS",
+        help="arguments of sglang.benchmark.serving, such as '--dataset-name mooncake "
+        "--dataset-path FILE --num-prompts 50'; no other part is measured",
+    )  # fmt: skip
+
+
+def minutes(options: argparse.Namespace) -> float | None:
+    """Returns the estimated minutes of a run on two cores; None if they are not known."""
+    if options.dataset:
+        return None
     parts = options.part or PARTS
     started = len(_systems(_QUICK if options.quick else _WHOLE, parts)) + (_RULER in parts)
     own = sum(_MINUTES[part].quick if options.quick else _MINUTES[part].whole for part in parts)
     return _START_MINUTES * started + own
 
 
-def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
+def run(
+    *, quick: bool, out: Path, options: argparse.Namespace, parts: Sequence[str] = PARTS
+) -> Report:
     sizes = _QUICK if quick else _WHOLE
     model, logs = prepare(SMOLLM2), out / "logs" / "field"
     config = {"quick": quick, "model": model.name, "page": PAGE, **asdict(sizes)}
-    report = Report("field", config)
+    dataset = shlex.split(options.dataset)
+    if dataset:
+        config, parts = {**config, "dataset": options.dataset}, ()
+    report = Report("field-dataset" if dataset else "field", config)
     with scratch(out) as places:
         systems = [sizes.memory.system(name, places) for name in _systems(sizes, parts)]
         if _RULER in parts:
@@ -99,6 +119,8 @@ def run(*, quick: bool, out: Path, parts: Sequence[str] = PARTS) -> Report:
         with server.serve(systems, model, logs, deadline=_START_DEADLINE_S) as servers:
             timed = servers[: len(servers) - (_RULER in parts)]
             _warm_up(timed)
+            if dataset:
+                report_dataset(report, timed, model, logs, dataset)
             for part in (each for each in PARTS if each in parts):
                 say(f"field {part}")
                 if part == _RULER:

@@ -52,8 +52,8 @@ class LookUp(NamedTuple):
     ended: float
     asked: int
     """Pages that were looked up."""
-    found: int
-    """Pages that the request need not compute."""
+    loads: int
+    """Pages that SGLang loads; those that ``restore`` loads are in its own span."""
 
 
 class TierLinker(UnifiedCacheLinker):

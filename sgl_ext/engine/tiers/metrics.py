@@ -46,8 +46,8 @@ class TierMetrics(Paced):
             "tier", "reason",
         )  # fmt: skip
         self._late = metrics.counter(
-            "sglang_ext:tiers_late_requests",
-            "Requests that were not held back any longer for pages that took more than tiers.wait.",
+            "sglang_ext:tiers_late_loads",
+            "Loads that a request was not held back for any longer than tiers.wait.",
         )
         self._totals = Totals()
 

@@ -107,7 +107,7 @@ class TiersPower(Power[Tiers]):
             if (found := self.linker.looked_up) is not None and found.rid == req.rid:
                 trace(
                     req, "tiers_lookup", found.ended - found.began, ended=found.ended,
-                    pages=found.asked, found=found.found,
+                    pages=found.asked, loads=found.loads,
                 )  # fmt: skip
             self.stack.missed += self.linker.prefixes.missed(req.rid)
             self.linker.prefixes.forget(req.rid)  # it no longer waits, whether or not it loads KV

@@ -192,10 +192,10 @@ def test_ratios_compare_our_systems_with_stock_and_hicache() -> None:
 
 
 def test_linked_chunks_alone_need_two_servers() -> None:
-    whole = bench.minutes(Namespace(part=[], quick=False))
-    parts = [bench.minutes(Namespace(part=[each], quick=False)) for each in bench.PARTS]
+    whole = bench.minutes(Namespace(part=[], quick=False, dataset=""))
+    parts = [bench.minutes(Namespace(part=[each], quick=False, dataset="")) for each in bench.PARTS]
     assert max(parts) < whole < min(15, sum(parts))  # the parts share their servers
-    assert bench.minutes(Namespace(part=[], quick=True)) < 4
+    assert bench.minutes(Namespace(part=[], quick=True, dataset="")) < 4
     assert [*bench._systems(bench._WHOLE, ["ruler"])] == ["stock"]
     assert [*bench._systems(bench._WHOLE, ["ruler", "hit-rate"])] == [
         "stock", "hicache", "tiers", "restore",

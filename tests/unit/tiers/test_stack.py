@@ -207,17 +207,18 @@ def test_giving_up_pages_does_not_extend_the_wait_of_a_request() -> None:
 
 @pytest.mark.parametrize("lands", [False, True])
 def test_requests_that_do_not_wait_any_longer_for_their_pages_are_counted(lands: bool) -> None:
-    machine = Machine(4, 16, wait=0.0)
+    machine = Machine(4, 16, wait=1000.0 if lands else 0.0)
     names = keys(*range(6))
     machine.shelve(names)
     machine.shelf.open.clear()
     machine.prefixes.lookup("r", names)
-    machine.until(lambda: machine.prefixes.ready("r"))
     if lands:
+        assert not machine.prefixes.ready("r")
         machine.shelf.open.set()
         machine.until(lambda: not machine.planner.pending())
+    machine.until(lambda: machine.prefixes.ready("r"))
+    assert machine.prefixes.ready("r")
     machine.prefixes.forget("r")  # as when it is admitted
-    machine.prefixes.forget("r")
     assert machine.planner.late == (0 if lands else 1)
     machine.shelf.open.set()
 
