@@ -63,6 +63,9 @@ version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/de
     die "$python does not run; set SGLEXT_PYTHON to a Python 3.11"
 [[ $version == 3.11 ]] ||
     die "Python 3.11 is needed (the pinned packages are built for it), $python is $version; install 3.11 or set SGLEXT_PYTHON"
+headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+[[ -e $headers/Python.h ]] ||
+    die "Python's headers are needed, $headers/Python.h was not found; on Debian and Ubuntu: apt-get install python3.11-dev"
 command -v c++ g++ clang++ >/dev/null ||
     die "a C++17 compiler is needed, none was found; on Debian and Ubuntu: apt-get install g++ make libssl-dev"
 free_mib=$(df -Pm "$(dirname "$venv")" | awk 'NR == 2 { print $4 }')

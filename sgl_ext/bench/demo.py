@@ -64,12 +64,15 @@ def add_times(report: Report, found: Mapping[str, Sequence[Times]]) -> None:
         report.figures[f"demo_{power}_took_s"] = statistics.median(columns.pop(_TOOK))
         first = next(iter(columns.values()))
         for number, (title, seconds) in enumerate(columns.items()):
+            of_run = [before / after for before, after in zip(first, seconds, strict=True)]
+            faster = {
+                "speedup": statistics.median(of_run), "speedup_low": min(of_run),
+                "speedup_high": max(of_run),
+            }  # fmt: skip
             report.runs.append(
                 {"what": "demo", "system": power, "column": number, "title": title,
                  "rounds": len(seconds), "low_s": min(seconds), "high_s": max(seconds),
-                 **summary(seconds, "seconds")}
+                 **summary(seconds, "seconds"), **(faster if number else {})}
             )  # fmt: skip
             if number:
-                report.figures[f"demo_{power}_{number}_speedup"] = statistics.median(
-                    before / after for before, after in zip(first, seconds, strict=True)
-                )
+                report.figures[f"demo_{power}_{number}_speedup"] = faster["speedup"]

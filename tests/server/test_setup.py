@@ -49,6 +49,14 @@ def test_a_python_that_does_not_run_is_refused(tmp_path: Path) -> None:
     assert "does not run" in refused(run(tmp_path / "venv", SGLEXT_PYTHON="/bin/false"))
 
 
+def test_a_python_without_headers_is_refused(tmp_path: Path) -> None:
+    said = 'case "$2" in *sysconfig*) echo /nowhere ;; *) echo 3.11 ;; esac'
+    bare = program(tmp_path / "python3.11", said)
+    message = refused(run(tmp_path / "venv", SGLEXT_PYTHON=bare))
+    assert "/nowhere/Python.h was not found" in message and "python3.11-dev" in message
+    assert not (tmp_path / "venv").exists()
+
+
 def test_folder_that_is_not_a_virtual_environment_is_kept(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()
