@@ -12,8 +12,8 @@ from sgl_ext.verify.compare import Reply
 from sgl_ext.verify.target import Target
 from sgl_ext.verify.texts import Texts
 
-ANSWER = 160
-"""Tokens of the answers that are interrupted."""
+ANSWER = 64
+"""Tokens of the answers that are interrupted; more than a turn of the round-robin policy."""
 _HELD = 8
 """Tokens of the urgent answers. SGLang computes waiting prompts before it decodes, so that all of
 these requests run, and hold their KV, when the pool is full."""

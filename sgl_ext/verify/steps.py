@@ -213,9 +213,10 @@ class Verification:
         provoked = Preemption(self._target, self._info, prompts, per_token)
         if provoked.why_not:
             return Line("preempted", "note", f"not verified: {provoked.why_not}")
+        answer = partial(self._target.answer, tokens=ANSWER, likeliest=True)
+        asked = [Background(partial(answer, each.prompt)) for each in passages]
         calm = [
-            each._replace(reply=self._target.answer(each.prompt, ANSWER, likeliest=True))
-            for each in passages
+            each._replace(reply=one.result()) for each, one in zip(passages, asked, strict=True)
         ]
         replies = provoked.answers(self._texts)
         line = self._line("preempted", self._target, calm, replies)
