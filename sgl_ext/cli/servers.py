@@ -67,8 +67,8 @@ def verify(
     lower tiers, all at once, and with their requests preempted. Answers may differ by what rounding
     explains, in nats: differences of log-probabilities. A note says what was not verified.
 
-    It takes as long as the server needs to compute its device pool twice (a pool of 65,536 tokens
-    and SmolLM2: a minute or two on 2 cores). The caches in device and host memory are emptied, and
+    It takes as long as the server needs to compute its device pool, with swap twice (65,536 tokens
+    of SmolLM2: one to four minutes on 2 cores). Caches in device and host memory are emptied, and
     the texts may be written to SSDs and the store.
     """
     other = None if against is None else Target(against, against_api_key)
