@@ -129,7 +129,7 @@ def _print(lines: list[Line]) -> None:
         if line.seconds is not None:
             first = f"{1e3 * line.seconds:,.0f} ms"
             if cold and line.step in _FASTER:
-                first += f" ({cold / line.seconds:.1f} times as fast)"
+                first += f" ({cold / line.seconds:.1f}\N{MULTIPLICATION SIGN})"
         tokens = sum(line.sources.values())
         sources = ", ".join(
             f"{name} {count / tokens:.0%}" for name, count in line.sources.items() if count
