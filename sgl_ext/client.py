@@ -44,8 +44,11 @@ class _Warned(msgspec.Struct):
 
 
 def with_scheme(url: str) -> str:
-    """Returns the URL of a server, with ``http://`` if it names no scheme, and no final slash."""
-    return (url if "://" in url else f"http://{url}").rstrip("/")
+    """Returns the URL of a server, with ``http://`` if it names no scheme.
+
+    A final slash is removed, and the ``/v1`` that the URL of an OpenAI client ends with.
+    """
+    return (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
 
 
 def part(context: str | ContextInfo) -> dict[str, str]:
@@ -61,8 +64,8 @@ def part(context: str | ContextInfo) -> dict[str, str]:
 class ContextCache:
     """Client of the context cache of the server at ``url``.
 
-    Every call sends one HTTP request. Threads may share an instance. What a server warns of, such
-    as contexts that its memory does not hold, is a ``UserWarning``.
+    Every call sends one HTTP request. Threads may share an instance. Warnings of the server, for
+    example that its memory cannot hold all contexts, are issued as ``UserWarning``.
 
     Args:
         api_key: API key of the server, if it has one.
@@ -104,7 +107,7 @@ class ContextCache:
         Args:
             chunks: Chunks, each a text or token ids. A single text is one chunk.
             method: Name of the link method; if None, the server's default.
-            prefix: Text that the prompts that link the contexts begin with, such as the system
+            prefix: Prefix shared by the prompts that will link the contexts, such as the system
                 prompt.
             ttl: Seconds until the contexts expire; if None, they never expire.
             split: How each chunk is split first, such as ``{"by": "markdown", "tokens": 512}``,
@@ -152,8 +155,8 @@ class ContextCache:
             return decode(answer.content, type_)
         except msgspec.DecodeError as error:
             raise ExtError(
-                f"{answer.url} returned an answer that is not of the context cache: {error}; check "
-                "the URL of the server"
+                f"{answer.url} returned an answer that is not a context-cache response: {error}; "
+                "check the URL of the server"
             ) from None
 
     def _request(self, verb: str, path: str, **content: Any) -> requests.Response:
@@ -181,8 +184,17 @@ def sent(
     """
     try:
         return requests.request(verb, url, timeout=timeout, **request)
+    except requests.exceptions.SSLError as error:
+        raise ExtError(
+            f"no answer from {url}: {error}; set REQUESTS_CA_BUNDLE to a file with the certificate "
+            "that the server's is signed with, or use http:// if it has none"
+        ) from None
     except requests.RequestException as error:
-        raise ExtError(f"no answer from {url}: {error}; is a server running there?") from None
+        raise ExtError(
+            f"no answer from {url}: {error}; is a server running there, and not with https?"
+            if url.startswith("http:")
+            else f"no answer from {url}: {error}; is a server running there?"
+        ) from None
 
 
 def result_of(answer: requests.Response, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -207,7 +219,10 @@ def result_of(answer: requests.Response, tell: Callable[[str], None]) -> dict[st
                 return found
             tell(progress)
     except requests.RequestException as error:
-        raise ExtError(f"the answer of {answer.url} was cut off: {error}") from None
+        raise ExtError(
+            f"the answer of {answer.url} was cut off: {error}; read the server's log, and send the "
+            "request again"
+        ) from None
     raise ExtError(f"{answer.url} ended its answer early; see the server's log")
 
 

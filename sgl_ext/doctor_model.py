@@ -26,7 +26,8 @@ def linking(model: Path, config: ExtConfig) -> Check:
     if config.chunks is None:
         return Check(_NAME, "note", "skipped", "add a chunks section to the configuration")
     chosen = config.resolved()
-    sections = {name: chosen[name] for name in ("memory", "chunks")}
+    # Without the directory of contexts, which a running server may have open.
+    sections = {"memory": chosen["memory"], "chunks": {**chosen["chunks"], "directory": None}}
     arguments = ("--max-total-tokens", _TOKENS, *server.extension(sections))
     system = server.System("doctor", arguments)
     try:

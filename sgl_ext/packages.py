@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,9 @@ from sgl_ext.errors import ExtError
 from sgl_ext.progress import say
 
 _DOWNLOAD_DEADLINE_S = 1800
+_LOCKED_S = 3600.0
+"""Longest wait for another process: a download, and a conversion of a model."""
+_POLLED_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -151,19 +155,38 @@ def directory_lock(directory: Path) -> Iterator[None]:
     """Locks ``directory`` against other processes that prepare it; creates it if missing.
 
     Raises:
-        ExtError: The directory cannot be written.
+        ExtError: The directory cannot be written, or another process has prepared it for long.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = (directory / ".lock").open("w")
+        if not _locks(lock):
+            say(f"another program downloads or converts files in {directory}; waiting for it")
+            give_up = time.monotonic() + _LOCKED_S
+            while not _locks(lock):
+                if time.monotonic() > give_up:
+                    lock.close()
+                    raise ExtError(
+                        f"another program has prepared files in {directory} for {_LOCKED_S:.0f} s; "
+                        "end it, or set SGLEXT_CACHE to another directory"
+                    )
+                time.sleep(_POLLED_S)
     except OSError as error:
         raise ExtError(
             f"cannot write the cache {directory} ({error.strerror}); set SGLEXT_CACHE "
             "to a writable directory"
         ) from None
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it when its holder dies
         yield
+
+
+def _locks(file: IO[str]) -> bool:
+    """Locks a file unless another process has; the kernel releases it when its holder dies."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextmanager

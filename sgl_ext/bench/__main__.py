@@ -85,12 +85,15 @@ def main(arguments: list[str] | None = None) -> None:
     except TimeoutError as error:  # also an OSError
         sys.exit(f"sgl_ext: {error or 'timed out'}")
     except OSError as error:
-        sys.exit(f"sgl_ext: cannot write {options.out} ({error.strerror}); choose another --out")
+        where = error.filename or options.out
+        sys.exit(f"sgl_ext: cannot use {where} ({error.strerror or error}); --out is {options.out}")
 
 
 def _estimate(bench: ModuleType, options: argparse.Namespace) -> str:
     """Returns a line that estimates how long the benchmark takes."""
-    if (own := getattr(bench, "minutes", None)) and (minutes := own(options)):
+    if own := getattr(bench, "minutes", None):
+        if (minutes := own(options)) is None:
+            return f"bench {options.name}: its duration depends on its options"
         return f"bench {options.name}: about {minutes:.0f} minutes"
     if options.quick:
         minutes = _QUICK_MINUTES.get(options.name, 3)

@@ -1,12 +1,7 @@
-"""Writes records of benchmarks as one HTML page, with tables and plots.
-
-``python -m sgl_ext.bench.html RECORD.json… [--out report.html]``
-"""
+"""Page of benchmark records, with tables and plots, which ``sgl-ext report`` writes."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -118,20 +113,6 @@ def _text(of: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {cell(value)}" for name, value in of.items())
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m sgl_ext.bench.html", description="Writes one page of benchmark records."
-    )
-    parser.add_argument("records", nargs="+", type=Path, metavar="RECORD.json")
-    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE")
-    options = parser.parse_args(arguments)
-    try:
-        options.out.write_text(page([read(path) for path in options.records]))
-    except (ExtError, OSError) as error:
-        sys.exit(f"sgl_ext: {error}")
-    print(f"wrote {options.out}")
-
-
 def read(path: Path) -> Record:
     """Reads a record.
 
@@ -143,7 +124,3 @@ def read(path: Path) -> Record:
         return msgspec.json.decode(path.read_bytes(), type=Record)
     except msgspec.MsgspecError as error:
         raise ExtError(f"{path} is not a record of a benchmark: {error}") from None
-
-
-if __name__ == "__main__":
-    main()

@@ -121,15 +121,17 @@ def unpin(
 def _change(
     what: str, change: Callable[[str], ContextInfo], ids: list[str], *, as_json: bool
 ) -> None:
-    """Changes contexts one by one, and prints the id of each, or all as JSON."""
+    """Changes contexts one by one, and prints the id of each, also if a later one fails."""
     changed = []
     with failing():
-        for id_ in ids:
-            changed.append(change(id_))
-            if not as_json:
-                print(f"{what} {id_}")
-    if as_json:
-        _print(tuple(changed), as_json=True)
+        try:
+            for id_ in ids:
+                changed.append(change(id_))
+                if not as_json:
+                    print(f"{what} {id_}")
+        finally:
+            if as_json:
+                _print(tuple(changed), as_json=True)
 
 
 def _print(contexts: tuple[ContextInfo, ...], *, as_json: bool) -> None:

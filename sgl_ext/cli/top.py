@@ -38,8 +38,8 @@ def top(
 ) -> None:
     """Shows what the powers of running servers do: hits, links, swaps, lent memory, decisions.
 
-    Of a server with several ranks it shows the first one; /metrics has all. Exits with 1 if a
-    server did not answer.
+    For a server with several ranks, shows the first rank only; /metrics has all ranks. Exits with 1
+    if a server did not answer.
     """
     watches = [_Watch(Target(url, api_key)) for url in dict.fromkeys(urls or [DEFAULT_URL])]
     if not (once or as_json or Console().is_terminal):
@@ -53,7 +53,7 @@ def top(
     except KeyboardInterrupt:
         raise typer.Exit from None
     if as_json:
-        print_json({each.name: each.found.state for each in watches if each.found})
+        print_json({each.url: each.found.state for each in watches if each.found})
     else:
         Console().print(tables([each.row() for each in watches if each.found]))
     if errors := [each.error for each in watches if each.error]:
@@ -71,6 +71,7 @@ class _Watch:
     """Latest reports of one server; its error is empty unless the last request failed."""
 
     def __init__(self, target: Target) -> None:
+        self.url = target.url
         self.name = target.url.partition("://")[2].removeprefix("127.0.0.1")
         self.found: _Report | None = None
         self.error = ""
@@ -119,7 +120,7 @@ def _together(watches: Sequence[_Watch]) -> None:
 
 
 def _show(watches: Sequence[_Watch]) -> None:
-    """Shows tables until the program is interrupted, and below them the servers that fail."""
+    """Shows servers that fail, and below them the tables, until the program is interrupted."""
     for each in watches:
         # A thread of its own: a server that hangs must not stop the view of the others.
         threading.Thread(target=each.follow, daemon=True).start()
@@ -127,5 +128,5 @@ def _show(watches: Sequence[_Watch]) -> None:
         while True:
             rows = [each.row() for each in watches if each.found]
             errors = [escape(each.error) for each in watches if each.error]
-            live.update(Group(tables(rows), *errors))
+            live.update(Group(*errors, tables(rows)))  # what a terminal is too low for is cut off
             time.sleep(_INTERVAL_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from sgl_ext.clock import Clock
 from sgl_ext.planning.channels import Channels
 from sgl_ext.planning.costs import Costs
+from sgl_ext.planning.deadlines import Deadlines
 from sgl_ext.planning.parts import Part, gives_way, next_part, plan_of
 from sgl_ext.planning.plan import PrefillPlan
 from sgl_ext.planning.policies import Policy
@@ -26,9 +26,6 @@ from sgl_ext.tiers.arena import Pages
 from sgl_ext.tiers.host import HostPages
 from sgl_ext.tiers.lower import LowerTier
 
-_DEADLINES = 64
-"""Deadlines that are kept in any case."""
-
 
 class Landed(NamedTuple):
     """Loaded pages of a run."""
@@ -38,9 +35,6 @@ class Landed(NamedTuple):
     """Numbers of the pages in the run, ascending, int64 ``[pages]``."""
     places: Pages
     """Their places in host memory."""
-
-
-_LATE = -math.inf
 
 
 class Planner:
@@ -81,17 +75,15 @@ class Planner:
         self._clock = clock
         self.costs = costs
         self.page = page
-        self._wait = wait
         self._tiers = tiers
         self._channels = Channels(tiers, policy, costs, page=page, clock=clock, lock=lock)
         self.wants = Wants(
             host, tiers, self._channels,
             page=page, unit=unit, spare=spare, hits=hits, clock=clock,
         )  # fmt: skip
-        self._deadlines: dict[Name, float] = {}
-        """Times until which requests are held back for whole wants, on the clock; set when they are
-        first considered for admission, and :data:`_LATE` once they have passed."""
-        self._late = 0
+        self._deadlines = Deadlines(wait)
+        """Deadlines of whole wants and of :meth:`patient`, from when a request is first considered
+        for admission."""
         self._turns = Turns(self.wants, self._channels, costs, wait=wait, clock=clock)
         self._epoch = costs.epoch
 
@@ -126,18 +118,13 @@ class Planner:
         waits = name in self.wants.unopened or name in self.wants.opened
         if not waits and not self.wants.follows(name):
             return True
-        now = self._clock()
-        if now <= (deadline := self._deadlines.setdefault(name, now + self._wait)):
-            return False
-        self._late += deadline > _LATE
-        self._deadlines[name] = _LATE
-        return True
+        return self._deadlines.passed(name, self._clock())
 
     @property
     def late(self) -> int:
         """Number of wants that requests were not held back for any longer, because the longest time
         allowed had passed."""
-        return self._late + self._turns.late
+        return self._deadlines.late + self._turns.late
 
     def take(self, name: Name) -> Request | None:
         """Removes a whole want whose request is admitted or gone, and returns it.
@@ -145,7 +132,7 @@ class Planner:
         Its pages are unpinned; loads that have begun still land. Returns None if it did not load
         pages itself.
         """
-        self._deadlines.pop(name, None)
+        self._deadlines.forget(name)
         request = self.release(name)
         landed = {} if request is None else request.landed
         for tier in self._tiers:
@@ -177,8 +164,7 @@ class Planner:
     def patient(self, name: Name) -> bool:
         """Returns whether a request may wait for its want: less than the longest time allowed has
         passed since this was asked first."""
-        now = self._clock()
-        return now <= self._deadlines.setdefault(name, now + self._wait)
+        return self._deadlines.holds(name, self._clock())
 
     def found(self, name: Name) -> int:
         """Returns up to which page of a want's lacking pages tiers have some."""
@@ -404,9 +390,7 @@ class Planner:
                     self._channels.changed(active)
         self._turns.advance()
         self.wants.advance()
-        if len(self._deadlines) > 2 * len(self.wants.requests) + _DEADLINES:
-            # The leases of the others have expired.
-            self._deadlines = {n: at for n, at in self._deadlines.items() if n in self.wants}
+        self._deadlines.prune(len(self.wants.requests), self.wants)  # leases may have expired
 
     def pending(self) -> bool:
         """Returns whether any want is being looked up or loaded."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 
 from sgl_ext.clock import Clock
 from sgl_ext.planning.channels import Channels, Restoration
 from sgl_ext.planning.costs import Costs
+from sgl_ext.planning.deadlines import Deadlines
 from sgl_ext.planning.policies import soonest
 from sgl_ext.planning.request import Request
 from sgl_ext.planning.want import Name
@@ -15,8 +15,6 @@ from sgl_ext.planning.wants import Wants
 
 _SEEN_S = 5.0
 """Time for which a request that the scheduler no longer considers blocks others, in seconds."""
-
-_LATE = -math.inf
 
 
 class Turns:
@@ -44,14 +42,17 @@ class Turns:
         """Start of this step of the scheduler, on the clock in seconds."""
         self._before = self._now
         """Start of the previous step."""
-        self._give_up: dict[Name, float] = {}
-        """Time until which each request waits for another want with the same pages; once it has
-        passed, :data:`_LATE`."""
-        self.late = 0
-        """Number of times that a request was not held back any longer for lookups or another
-        want."""
+        self._following = Deadlines(wait)
+        """Deadlines of requests that wait for another want with the same pages."""
+        self._unanswered = 0
+        """Number of requests that were not held back for lookups any longer."""
         self.interrupted = 0
         """Number of times that a prompt being computed was interrupted."""
+
+    @property
+    def late(self) -> int:
+        """Number of requests that were not held back any longer for lookups or another want."""
+        return self._unanswered + self._following.late
 
     def turn(self, name: Name, *, continuing: bool) -> bool:
         """Returns whether a waiting request may be computed now.
@@ -65,13 +66,8 @@ class Turns:
         wants = self._wants
         if (request := wants.requests.get(name)) is None:
             if wants.follows(name):
-                give_up = self._give_up.setdefault(name, self._now + self._wait)
-                if self._now <= give_up:
-                    return False
-                self.late += give_up > _LATE
-                self._give_up[name] = _LATE
-                return True
-            self._give_up.pop(name, None)
+                return self._following.passed(name, self._now)
+            self._following.forget(name)
             return True
         request.seen = self._now
         if (active := wants.opened.get(name)) is not None and self._chosen:
@@ -79,7 +75,7 @@ class Turns:
         if active is None and not request.answered:
             if self._now < request.asked + self._wait:
                 return False
-            self.late += 1
+            self._unanswered += 1
             self.release(name)
             return True
         if continuing or self._channels.computing is not None:
@@ -151,7 +147,7 @@ class Turns:
         """Ends a want; see :meth:`Wants.release`."""
         if self._first is not None and self._wants.opened.get(name) is self._first:
             self.clear()
-        self._give_up.pop(name, None)
+        self._following.forget(name)
         return self._wants.release(name)
 
     def advance(self) -> None:

@@ -135,7 +135,7 @@ def _process(system: System, model: Path, logs: Path, *, drain: bool) -> Iterato
         command = [setpriv, "--pdeathsig", "TERM", *command]
     scratch = run_directory.subdirectory()
     environment = {
-        **quick_start.environment(),
+        **quick_start.environment_for(model),
         **os.environ,
         **system.environment,
         "TMPDIR": str(scratch),
@@ -227,7 +227,7 @@ def _stop(process: psutil.Popen, *, drain: bool) -> None:
         segment.unlink(missing_ok=True)
 
 
-def _tree(process: psutil.Popen) -> list[psutil.Process]:
+def _tree(process: psutil.Process) -> list[psutil.Process]:
     try:
         return [*process.children(recursive=True), psutil.Process(process.pid)]
     except psutil.NoSuchProcess:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from threading import Semaphore
+from threading import Event
 from typing import Any
 
 from sgl_ext.verify.background import Background
@@ -21,7 +21,7 @@ _LONGEST, _SHORTEST, _MOST = 4096, 64, 128
 """Longest and shortest urgent prompt, and the most of them."""
 _URGENT = 1_000_000
 _BEGIN_S = 60.0
-_FILL_S = 300.0
+FILL_S = 300.0
 """Longest expected time to fill the pool. Requests that wait get no byte of their answer before."""
 
 
@@ -58,7 +58,7 @@ class Preemption:
         preempts = by_priority and not info.get("disable_priority_preemption", False)
         if self._policy == "fcfs" or (self._policy == "sglang" and not preempts):
             return "requests are preempted only if memory runs out, which is not provoked"
-        if self._count > _MOST or seconds > _FILL_S:
+        if self._count > _MOST or seconds > FILL_S:
             return (
                 f"filling the device pool at once takes {self._count} prompts and about "
                 f"{seconds:,.0f} s; a smaller --max-total-tokens lets it be verified"
@@ -77,24 +77,24 @@ class Preemption:
         Raises:
             ExtError: a prompt was not answered.
         """
-        begun = Semaphore(0)
+        begun = [Event() for _ in self._prompts]
 
-        def ask(ids: Sequence[int]) -> Reply:
+        def ask(ids: Sequence[int], begins: Event) -> Reply:
             try:
                 return self._target.answer(
-                    ids, ANSWER, likeliest=True, priority=-self._urgent, on_first=begun.release
+                    ids, ANSWER, likeliest=True, priority=-self._urgent, on_first=begins.set
                 )
             finally:
-                begun.release()
+                begins.set()
 
         def displace(at: int, ids: Sequence[int]) -> Reply:
             # Of another client each, to which a policy owes its share.
             return self._target.answer(ids, _HELD, priority=self._urgent, salt=f"sgl-ext-{at}")
 
         urgent = [*texts.draw(self._count, self._length)]
-        asked = [Background(partial(ask, ids)) for ids in self._prompts]
-        for _ in asked:
-            begun.acquire(timeout=_BEGIN_S)
+        asked = [Background(partial(ask, *each)) for each in zip(self._prompts, begun, strict=True)]
+        for begins in begun:
+            begins.wait(_BEGIN_S)
         others = [Background(partial(displace, at, ids)) for at, ids in enumerate(urgent)]
         for each in others:
             each.result()

@@ -25,7 +25,7 @@ from sgl_ext.verify.compare import (
     difference,
     diverges_at,
 )
-from sgl_ext.verify.preemption import ANSWER, Preemption
+from sgl_ext.verify.preemption import ANSWER, FILL_S, Preemption
 from sgl_ext.verify.target import Target
 from sgl_ext.verify.texts import Texts
 
@@ -33,8 +33,6 @@ Verdict = Literal["same", "differs", "note"]
 _SECTIONS = {"tiers", "chunks", "restore", "swap", "peer", "clusters"}
 _QUESTION = "\n\nIn short, the text above says that"
 _ANSWER = 24
-_LARGEST_POOL = 200_000
-"""Tokens of the largest device pool that is filled to evict what was verified."""
 _SHARED = 0.05
 """Largest share of a new prompt that may come from a cache, such as a first page that all have."""
 
@@ -61,8 +59,14 @@ class _Passage(NamedTuple):
     """Log-probabilities of the passage's tokens where a prompt repeats it."""
 
 
-def not_loaded(info: Mapping[str, Any], tier: str) -> str:
-    """Returns why no KV was loaded from a tier, as far as the server's ``/server_info`` tells."""
+def not_loaded(info: Mapping[str, Any], tier: str, *, filled: bool) -> str:
+    """Returns why no KV was loaded from a tier, as far as the server's ``/server_info`` tells.
+
+    Args:
+        filled: whether the device pool was filled with other KV.
+    """
+    if not filled:
+        return "no KV was loaded from it; the device pool was not filled"
     states = info["internal_states"][0].get("sgl_ext", {}).get("tiers", {})
     held = states.get(tier, {}).get("capacity_pages", 0) * int(info.get("page_size", 1))
     pool = int(info["max_total_num_tokens"])
@@ -80,7 +84,7 @@ class Verification:
     Args:
         passages: Number of passages.
         length: Tokens of each; fewer if the server's pool or the model's context are small.
-        against: Server of the same model whose answers count as right, if any.
+        against: Server of the same model whose answers are the reference, if any.
         flush: False to neither flush nor fill the server's caches.
 
     Raises:
@@ -109,6 +113,9 @@ class Verification:
         self._texts = Texts(target)
         self._seen: Counter[str] = Counter()
         self._powers: set[str] = set()
+        self._per_token = 0.0
+        """Seconds in which the server computes a token of a prompt."""
+        self._filled = False
 
     def run(self, tell: Callable[..., None]) -> Iterator[Line]:
         """Yields the lines of the report as they are found.
@@ -130,15 +137,18 @@ class Verification:
             yield self._again(f"against {self._against.url}", self._against, passages)
         tell("asking again")
         yield self._again("warm", self._target, passages)
-        if self._flush and self._pool <= _LARGEST_POOL:
+        if self._flush and (seconds := self._pool * self._per_token) <= FILL_S:
             tell("waiting until pages are stored")
             self._target.settle()
             self._texts.fill_pool(self._info, tell)
+            self._filled = True
             yield self._again("evicted", self._target, passages)
         elif self._flush:
             yield Line(
-                "evicted", "note", f"not verified: a pool of {self._pool:,} tokens is not filled"
-            )
+                "evicted", "note", f"not verified: filling the device pool of {self._pool:,} "
+                f"tokens takes about {seconds:,.0f} s; a smaller --max-total-tokens lets it be "
+                "verified",
+            )  # fmt: skip
         if self._flush:
             tell("flushing the caches")
             self._target.settle()
@@ -173,6 +183,7 @@ class Verification:
         sources = _sources(each.reply for each in passages)
         seconds = median(each.reply.seconds for each in passages)
         tokens = sum(each.reply.prompt for each in passages)
+        self._per_token = sum(each.reply.seconds for each in passages) / tokens
         if (cached := tokens - sources["computed"]) > _SHARED * tokens:
             found = f"{cached} tokens of new prompts came from a cache"
             return passages, Line("cold", "differs", found, sources, seconds)
@@ -208,9 +219,7 @@ class Verification:
 
     def _preempted(self, passages: Sequence[_Passage]) -> Line:
         prompts = [each.prompt for each in passages]
-        computed = sum(each.reply.seconds for each in passages)
-        per_token = computed / sum(map(len, prompts))
-        provoked = Preemption(self._target, self._info, prompts, per_token)
+        provoked = Preemption(self._target, self._info, prompts, self._per_token)
         if provoked.why_not:
             return Line("preempted", "note", f"not verified: {provoked.why_not}")
         answer = partial(self._target.answer, tokens=ANSWER, likeliest=True)
@@ -276,7 +285,8 @@ class Verification:
         """Yields what this verification cannot tell."""
         for tier in self._config.get("tiers", {}).keys() & {"host", "ssd", "remote"}:
             if not self._seen[tier]:
-                yield Line(tier, "note", f"not verified: {not_loaded(self._info, tier)}")
+                why = not_loaded(self._info, tier, filled=self._filled)
+                yield Line(tier, "note", f"not verified: {why}")
         for power, what in (
             ("restore", "no prefix was restored"),
             ("swap", "no request was preempted"),
@@ -284,7 +294,9 @@ class Verification:
             if power in self._config and power not in self._powers:
                 yield Line(power, "note", f"not verified: {what}")
         if "peer" in self._config:
-            yield Line("peer", "note", "not told apart: lent memory counts as the device's")
+            yield Line(
+                "peer", "note", "not verified separately: borrowed memory is reported as device KV"
+            )  # fmt: skip
         if "clusters" in self._config:
             yield Line("clusters", "note", "not verified: answers are approximate")
         if "chunks" in self._config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +29,21 @@ def run_program(
     *,
     timeout: float = 550,
     template: Template = template,
-    **environment: str,
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[list[Any], str]:
     """Runs a program; returns the JSON objects that it printed, one per line, and its stderr.
 
     Args:
         program: source of the program; scheduler processes import it, too.
         arguments: written as JSON to the file that the program's first argument names.
+        environment: variables beside those of this process.
         template: process from which the program is forked, if its environment allows it.
     """
     path, file = folder / "program.py", folder / "arguments.json"
     path.write_text(program)
     file.write_text(json.dumps(arguments))
-    result = template.run(
-        [str(path), str(file)], {**os.environ, **environment}, timeout=timeout, folder=folder
-    )
+    variables = {**os.environ, **(environment or {})}
+    result = template.run([str(path), str(file)], variables, timeout=timeout, folder=folder)
     assert result.returncode == 0, result.stderr[-3000:]
     return [json.loads(line) for line in result.stdout.splitlines() if line[:1] == "{"], (
         result.stderr

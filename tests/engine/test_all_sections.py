@@ -45,7 +45,7 @@ def answers(folder: Path, config: Mapping[str, Any] | None) -> dict[str, Any]:
     # Buffers for both layers take as much of the pool as may be borrowed, and what aligns it.
     layers = (config or {}).get("peer", {}).get("stream") == "layers"
     pool = 2048 + (4112 if layers else 0)
-    (found,), _ = run_program(folder, PROGRAM, [model, config, pool], **CHECKED)
+    (found,), _ = run_program(folder, PROGRAM, [model, config, pool], environment=CHECKED)
     return dict(found)
 
 

@@ -94,7 +94,7 @@ def test_layouts_agree_under_eviction_and_retraction(
     runs, logs = [], []
     for layout in ("block_major", "layer_major"):
         arguments = [str(model), prompts, page, str(tmp_path / "state"), layout]
-        found, log = run_program(tmp_path, PROGRAM, arguments, **CHECKED, **retracting(5))
+        found, log = run_program(tmp_path, PROGRAM, arguments, environment=CHECKED | retracting(5))
         runs += found
         logs.append(log)
     slab, stock = runs

@@ -116,7 +116,7 @@ def play(
 ) -> list[Step]:
     """Returns the engine's answers to each group of requests, and its state after the group."""
     asked = [str(model), page, chunk, pool, str(tmp_path / "state"), config or {}, options, script]
-    return run_program(tmp_path, PROGRAM, asked, **CHECKED, **(environment or {}))[0]
+    return run_program(tmp_path, PROGRAM, asked, environment=CHECKED | dict(environment or {}))[0]
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def run(
         LinkedChunk(moved, len(first), 0, (3, 4), 0, 15),
     ]
 
-    script = {
+    script: dict[str, list[Step]] = {
         "stock": [{"ids": prompt, "extra_key": "stock"}],
         "stock of both": [{"ids": both, "extra_key": "stock"}],
         "chunks": [
@@ -477,4 +477,4 @@ def test_retracted_aborted_and_flushed_requests_leave_no_state(
 
 def distance(one: Step, other: Step) -> float:
     """Returns the difference between the logprobs of the first tokens."""
-    return abs(one["answers"][0][1][0] - other["answers"][0][1][0])
+    return float(abs(one["answers"][0][1][0] - other["answers"][0][1][0]))

@@ -143,7 +143,7 @@ OTHERS = {
 }
 
 
-@pytest.fixture(params=OTHERS.items(), ids=OTHERS)
+@pytest.fixture(params=[*OTHERS.items()], ids=[*OTHERS])
 def built(request: pytest.FixtureRequest) -> Any:
     """Returns pools of SGLang, their configurator, and the reason why there is no slab."""
     from sglang.srt.mem_cache import memory_pool

@@ -114,8 +114,8 @@ def test_stages_with_tiers_give_the_answers_of_one_stage_without(
         folder.mkdir(exist_ok=True)
         # One stage retracts requests, too, so that it computes some tokens in other forwards.
         (found,), _ = run_program(
-            folder, PROGRAM, [str(parted), rounds, 2 if config else 1, config], **CHECKED,
-            **retracting(11),
+            folder, PROGRAM, [str(parted), rounds, 2 if config else 1, config],
+            environment=CHECKED | retracting(11),
         )  # fmt: skip
         if config is None:
             one_stage = found

@@ -166,13 +166,15 @@ def play(
         "directories": [str(directory)], "capacity": "2GiB", "keep_after": 1,
         "emulate": {"bytes_per_second": f"{(rate or 0) // 1024:.0f}KiB", "latency": "1ms"},
     }  # fmt: skip
-    ours = {"tiers": {"ssd": ssd, "staging": "192MiB"}, "restore": {"chunk": 128}}
+    ours: dict[str, dict[str, Any]] = {
+        "tiers": {"ssd": ssd, "staging": "192MiB"}, "restore": {"chunk": 128},
+    }  # fmt: skip
     if layer_major:
         ours["tiers"]["layout"], ours["restore"]["ssd"] = "layer_major", "layers"
     config = None if rate is None else ours
     arguments = [str(model), page, config, options, script, str(tmp_path / "state")]
     disturbed = retracting(7) if retract else {}
-    lines, _ = run_program(tmp_path, PROGRAM, arguments, **CHECKED, **disturbed)
+    lines, _ = run_program(tmp_path, PROGRAM, arguments, environment=CHECKED | disturbed)
     return {one["what"]: one for one in lines}
 
 
@@ -255,7 +257,8 @@ def _as_fast_as_computing(
     width = config["hidden_size"] // config["num_attention_heads"] * config["num_key_value_heads"]
     token = config["num_hidden_layers"] * 2 * width * 4
     name, _, _, steps = group
-    return token * sum(len(step["ids"]) for step in steps) / float(stock[name]["seconds"])
+    tokens = sum(len(step["ids"]) for step in steps)
+    return float(token * tokens / stock[name]["seconds"])
 
 
 @pytest.mark.parametrize("page", [16, 1])

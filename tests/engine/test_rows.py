@@ -91,7 +91,7 @@ def test_split_prefill_equals_whole_prefill(
 ) -> None:
     prompts = sharegpt_prompts(PROMPTS, characters=(200, 1200))
     arguments = [str(model), prompts, page, chunk, str(tmp_path / "state")]
-    (found,), _ = run_program(tmp_path, PROGRAM, arguments, **CHECKED)
+    (found,), _ = run_program(tmp_path, PROGRAM, arguments, environment=CHECKED)
     whole, *in_rows = found["results"]
     assert len(whole) == PROMPTS
     for rows in in_rows:

@@ -188,7 +188,8 @@ def play(
     disturbed = retracting(5) if config is not None else {}
     if experiment:
         disturbed[EXPERIMENT] = json.dumps(experiment)
-    lines, _ = run_program(directory, PROGRAM, arguments, timeout=900, **CHECKED, **disturbed)
+    environment = CHECKED | disturbed
+    lines, _ = run_program(directory, PROGRAM, arguments, timeout=900, environment=environment)
     found: dict[str, Any]
     (found,) = lines
     return found
@@ -389,7 +390,7 @@ def test_a_request_is_not_resumed_into_the_memory_of_a_prompt_that_is_cut(
     for pool, section in ((16_384, None), (1024, config)):
         options = {"max_total_tokens": pool, "chunked_prefill_size": 512}
         arguments = [str(model), options, section, prompts, str(tmp_path / "state.json")]
-        lines, _ = run_program(tmp_path, CUT, arguments, **CHECKED)
+        lines, _ = run_program(tmp_path, CUT, arguments, environment=CHECKED)
         answers.append(lines[0]["answers"])
     assert [text for text, _ in answers[1]] == [text for text, _ in answers[0]]
     assert "restore" in answers[1][2][1]

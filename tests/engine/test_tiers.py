@@ -98,7 +98,7 @@ def test_every_tier_gives_the_answers_of_stock_sglang(model: Path, tmp_path: Pat
     for page, config in configs:
         found, _ = run_program(
             tmp_path, PROGRAM, [str(model), rounds, page, config],
-            MEETINGS=str(tmp_path / "meetings"), **CHECKED, **retracting(11),
+            environment={"MEETINGS": str(tmp_path / "meetings"), **CHECKED, **retracting(11)},
         )  # fmt: skip
         runs += found
     stock, *tiered = (run["rounds"] for run in runs)

@@ -141,7 +141,7 @@ def runs(
         (options | {"ext_config": own}, exact()),
     ]
     folder = tmp_path_factory.mktemp(f"page-{page}")
-    found = play(small, both, folder, template=interpreted, TRITON_INTERPRET="1")
+    found = play(small, both, folder, template=interpreted, environment={"TRITON_INTERPRET": "1"})
     return Runs(page, *found)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_kit import CHECKED, run_program
-from forked import Template
+from forked import Template, template
 
 LAYERS, KV_HEADS, HEAD_DIM, VOCABULARY = 3, 2, 64, 512
 
@@ -161,16 +161,19 @@ def play(
     model: Path,
     runs: Sequence[tuple[Mapping[str, object], Sequence[Group]]],
     folder: Path,
-    **more: Any,
+    template: Template = template,
+    environment: Mapping[str, str] | None = None,
 ) -> list[Run]:
     """Returns what each engine answered.
 
     Args:
         runs: arguments of each engine, and the groups of requests that it gets.
-        more: arguments of :func:`engine_kit.run_program`.
+        template: process from which the program is forked.
+        environment: its variables, beside those of this process.
     """
     asked = [str(model), str(folder / "state"), runs]
-    found, _ = run_program(folder, PROGRAM, asked, **CHECKED, **more)
+    variables = CHECKED | dict(environment or {})
+    found, _ = run_program(folder, PROGRAM, asked, template=template, environment=variables)
     each = iter(found)
     return [{name: next(each) for name, *_ in script} for _, script in runs]
 

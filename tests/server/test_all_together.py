@@ -301,7 +301,7 @@ def test_a_prompt_that_follows_a_context_and_links_others_is_refused(side: Side)
         body = {"text": text, "sampling_params": params}
         answer = requests.post(f"{side.server.url}/generate", json=body, timeout=DEADLINE_S)
         assert answer.status_code == status, answer.text
-        assert ("cannot follow a stored context" in answer.text) == (status == 400)
+        assert ("cannot use a stored context" in answer.text) == (status == 400)
 
 
 def test_the_metrics_of_the_dashboard_exist(sides: dict[str, Side]) -> None:

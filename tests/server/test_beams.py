@@ -24,9 +24,11 @@ _CONFIG = {
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     # SGLang's beam search requires pages of one token. Six rows are few for groups of three beams.
-    arguments = ("--max-total-tokens", "1024", "--page-size", "1", "--dtype", "float32")
-    arguments += ("--max-running-requests", "6", "--chunked-prefill-size", "256")
-    arguments += ("--enable-ext", "--ext-config", json.dumps(_CONFIG))
+    arguments = (
+        "--max-total-tokens", "1024", "--page-size", "1", "--dtype", "float32",
+        "--max-running-requests", "6", "--chunked-prefill-size", "256",
+        "--enable-ext", "--ext-config", json.dumps(_CONFIG),
+    )  # fmt: skip
     folder = tmp_path_factory.mktemp("logs")
     with serve([System("beams", arguments)], model, folder) as (running,):
         yield running

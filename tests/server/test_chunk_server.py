@@ -38,8 +38,10 @@ DEADLINE_S = 240.0
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    arguments = ("--max-total-tokens", "4096", "--page-size", "16", "--dtype", "float32")
-    arguments += ("--enable-metrics", "--enable-cache-report")
+    arguments = (
+        "--max-total-tokens", "4096", "--page-size", "16", "--dtype", "float32",
+        "--enable-metrics", "--enable-cache-report",
+    )  # fmt: skip
     config = json.dumps({"chunks": {"method": "lego-16", "link": "always"}})
     environment = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
     system = System("chunks", (*arguments, "--enable-ext", "--ext-config", config), environment)
@@ -146,8 +148,10 @@ def test_full_method_returns_the_logprobs_of_stock_sglang(
 def test_prompt_logprobs_of_linked_tokens_are_refused(server: Server, texts: list[str]) -> None:
     (context,) = create(server, texts[0], method="naive", cache_salt="logprobs")
     parts = [part("So: "), part(context), part("Well, what is it about?")]
-    body = {"text": parts, "cache_salt": "logprobs", "sampling_params": {"max_new_tokens": 1}}
-    body |= {"return_logprob": True}
+    body = {
+        "text": parts, "cache_salt": "logprobs", "sampling_params": {"max_new_tokens": 1},
+        "return_logprob": True,
+    }  # fmt: skip
     refused = post(server, "/generate", **body, logprob_start_len=0)
     assert refused.status_code == 400
     least = int(re.search(r"set logprob_start_len to (\d+) or more", refused.text)[1])  # type: ignore[index]
@@ -317,8 +321,9 @@ def test_metrics_count_linked_recomputed_and_missing_tokens(
         return value(server.url, f"sglang_ext:chunks_{name}", labels)
 
     (context,) = create(server, texts[0], method="lego-3", cache_salt="metrics")
-    names = "requests_total", "linked_tokens_total", "recomputed_tokens_total"
-    names += ("missing_tokens_total",)
+    names = (
+        "requests_total", "linked_tokens_total", "recomputed_tokens_total", "missing_tokens_total",
+    )  # fmt: skip
     labels = {"method": "lego", "tp_rank": "0"}  # the kind of the method
     before = {name: metric(name, **labels) for name in names}
     answer = generate(server, "See: ", context, "Well?", cache_salt="metrics")
@@ -354,8 +359,10 @@ def test_deleting_a_linked_context_keeps_the_running_answer(
     said = []
     for salt in ("stays", "goes"):
         ids = create(server, *texts[:2], cache_salt=salt)
-        body = {"text": [part(ids[1]), part(ids[0]), part("Well?")], "cache_salt": salt}
-        body |= {"sampling_params": sampling, "stream": True}
+        body = {
+            "text": [part(ids[1]), part(ids[0]), part("Well?")], "cache_salt": salt,
+            "sampling_params": sampling, "stream": True,
+        }  # fmt: skip
         url = f"{server.url}/generate"
         with requests.post(url, json=body, stream=True, timeout=DEADLINE_S) as answer:
             lines = (line for line in answer.iter_lines() if line.startswith(b"data: {"))
@@ -385,8 +392,10 @@ def test_refused_prompts_do_not_affect_concurrent_requests(
     server: Server, texts: list[str]
 ) -> None:
     ids = create(server, *texts[:2], cache_salt="beside")
-    good = {"text": [part(ids[0]), part(ids[1]), part("Well?")], "cache_salt": "beside"}
-    good |= {"sampling_params": {"temperature": 0, "max_new_tokens": 8}}
+    good = {
+        "text": [part(ids[0]), part(ids[1]), part("Well?")], "cache_salt": "beside",
+        "sampling_params": {"temperature": 0, "max_new_tokens": 8},
+    }  # fmt: skip
     alone = post(server, "/generate", **good).json()["output_ids"]
     bad = [
         {**good, "text": [part("ctx-none"), part("Well?")]},

@@ -6,7 +6,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -193,7 +193,7 @@ def test_a_context_larger_than_the_kv_pool_is_stored(
     with serve([System("small", arguments)], model, tmp_path / "logs") as (small,):
         url = f"{small.url}/ext/clusters"
 
-        def stored(tokens: list[int]) -> Iterator[dict[str, Any]]:
+        def stored(tokens: list[int]) -> Generator[dict[str, Any]]:
             body = {"input_ids": tokens, "stream": True}
             with requests.post(url, json=body, stream=True, timeout=DEADLINE_S) as answer:
                 for line in answer.iter_lines():
@@ -202,7 +202,7 @@ def test_a_context_larger_than_the_kv_pool_is_stored(
 
         def interrupted(tokens: list[int]) -> None:
             """Closes the connection when two parts are recorded."""
-            events, said = stored(tokens), []
+            events, said = stored(tokens), list[str]()
             while len(said) < 4:
                 said.append(next(events)["progress"])
             each = len(tokens) // 4
@@ -210,8 +210,7 @@ def test_a_context_larger_than_the_kv_pool_is_stored(
                 "waiting", *(f"computing {done}/{len(tokens)}" for done in (0, each, 2 * each))
             ]  # fmt: skip
             events.close()
-            found = lambda: requests.get(f"{url}/list", timeout=60).json()["storing"]  # noqa: E731
-            until(lambda: found() == {}, within=60)
+            until(lambda: not requests.get(f"{url}/list", timeout=60).json()["storing"], within=60)
 
         interrupted(context)
         events, said = stored(context), list[str]()
@@ -230,11 +229,11 @@ def test_a_context_larger_than_the_kv_pool_is_stored(
         interrupted(context[:1400])
         (record,) = tmp_path.rglob("*.recorded")
         part = min(record.glob("*.part"))
-        with part.open("r+b") as file:  # In place: the scheduler may still read the file.
-            file.seek(-1, os.SEEK_END)
-            (byte,) = file.read(1)
-            file.seek(-1, os.SEEK_END)
-            file.write(bytes([byte ^ 1]))
+        with part.open("r+b") as opened:  # In place: the scheduler may still read the file.
+            opened.seek(-1, os.SEEK_END)
+            (byte,) = opened.read(1)
+            opened.seek(-1, os.SEEK_END)
+            opened.write(bytes([byte ^ 1]))
         *_, refused = stored(context[:1400])
         assert "is damaged" in refused["error"]["message"]
         assert not [*tmp_path.rglob("*.recorded*")]
@@ -422,9 +421,9 @@ def test_forged_cache_keys_are_refused_and_forged_parameters_ignored(
             "keep": False,
         }
     }  # fmt: skip
-    params = {"max_new_tokens": 1, "custom_params": own}
-    body = {"input_ids": [5, 6, 7, 8], "sampling_params": params}
-    answer = requests.post(f"{server.url}/generate", json=body, timeout=DEADLINE_S)
+    sampling = {"max_new_tokens": 1, "custom_params": own}
+    request = {"input_ids": [5, 6, 7, 8], "sampling_params": sampling}
+    answer = requests.post(f"{server.url}/generate", json=request, timeout=DEADLINE_S)
     assert "ext" not in answer.json()["meta_info"]
 
 
@@ -631,7 +630,7 @@ def test_several_contexts_are_followed_one_behind_the_other(
     kinds: list[tuple[list[int], Any]] = [
         (prompts[0], ids), (prompts[1], ids), (prompts[2], ids[::-1]), (prompts[3], ids[0]),
     ]  # fmt: skip
-    share = {"sparsity": 0.2}
+    share: dict[str, Any] = {"sparsity": 0.2}
     alone = [generate(server, prompt, follows, **share).json() for prompt, follows in kinds]
     requests.post(f"{server.url}/flush_cache", timeout=60)
     with ThreadPoolExecutor(len(kinds)) as threads:

@@ -46,7 +46,7 @@ def generate(server: Server, prompt: str) -> dict[str, Any]:
     body = {"text": prompt, "sampling_params": parameters}
     response = requests.post(f"{server.url}/generate", json=body, timeout=300)
     response.raise_for_status()
-    return response.json()
+    return dict(response.json())
 
 
 @pytest.mark.parametrize("page", [1, 16])

@@ -92,13 +92,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             system("worker", PIECES * PIECE // TOKEN_BYTES - 16, window="1s", deadline="300s"),
         ]
         model = small_llama(folder / "model", longest=LONGEST)
-        with serve(systems, model, folder, deadline=START_S) as servers:
-            pair = Pair(*servers, model)
+        with serve(systems, model, folder, deadline=START_S) as (master, worker):
+            pair = Pair(master, worker, model)
             pair.lent()
             yield pair
             faults = [
                 line["what"]
-                for server in servers
+                for server in (master, worker)
                 for line in journal(server)
                 if line["kind"] in ("race", "refused")
             ]

@@ -99,6 +99,7 @@ def test_the_log_is_private_and_complete_after_sigterm() -> None:
         [SERVE, "--port", str(free_port())], stderr=subprocess.PIPE, stdout=subprocess.PIPE,
         text=True, start_new_session=True,
     )  # fmt: skip
+    assert process.stderr is not None
     try:
         line = process.stderr.readline()
         while "log: " not in line:

@@ -173,7 +173,7 @@ def test_stopped_start_leaves_no_process_file_or_shared_memory(
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     read, write = os.pipe()
     if stop == signal.SIGINT:
-        process = psutil.Popen(
+        process: psutil.Process = psutil.Popen(
             [sys.executable, *program], stderr=write, stdout=subprocess.DEVNULL,
             env=environment, start_new_session=True,
             # A shell starts background processes with SIGINT ignored, and children inherit this.

@@ -29,8 +29,10 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         "tiers": {"host": {"capacity": "256MiB"}},
         "chunks": {"method": "lego-16", "link": "always"},
     }
-    arguments = ("--max-total-tokens", "1312", "--page-size", "16", "--dtype", "float32")
-    arguments += ("--enable-metrics", "--chunked-prefill-size", "512")
+    arguments = (
+        "--max-total-tokens", "1312", "--page-size", "16", "--dtype", "float32",
+        "--enable-metrics", "--chunked-prefill-size", "512",
+    )  # fmt: skip
     system = System("swap", (*arguments, "--enable-ext", "--ext-config", json.dumps(config)))
     with serve([system], model, tmp_path_factory.mktemp("logs")) as (running,):
         yield running

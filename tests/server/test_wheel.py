@@ -66,10 +66,10 @@ def test_an_existing_sglang_serves_with_the_installed_wheel(
     python = tmp_path / "venv" / "bin" / "python"
     (packages,) = tmp_path.glob("venv/lib/python*/site-packages")
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    pip = [sys.executable, "-m", "pip", "--python", python]
+    pip = [sys.executable, "-m", "pip", "--python", str(python)]
     run([*pip, "install", "--no-deps", wheel], tmp_path)
     check = subprocess.run(
-        [*map(str, pip), "check"], capture_output=True, text=True, timeout=_DEADLINE_S, check=False
+        [*pip, "check"], capture_output=True, text=True, timeout=_DEADLINE_S, check=False
     )
     assert not [line for line in check.stdout.splitlines() if line.startswith("sgl-ext ")]
     run([python, "-m", "sgl_ext.engine.cpu.torchvision_bridge"], tmp_path)

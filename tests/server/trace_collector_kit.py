@@ -24,7 +24,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
                 self.spans += scope.spans
         return trace_service_pb2.ExportTraceServiceResponse()
 
-    def attributes(self, name: str) -> list[dict[str, str | int | float]]:
+    def attributes(self, name: str) -> list[dict[str, Any]]:
         """Returns the attributes of each span of a name."""
         return [
             {each.key: getattr(each.value, str(each.value.WhichOneof("value")))
@@ -38,7 +38,7 @@ def collector() -> Iterator[Collector]:
     """Yields a collector that listens on a free port."""
     found = Collector()
     server = grpc.server(ThreadPoolExecutor(2))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(found, server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(found, server)  # type: ignore[no-untyped-call]
     found.endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:

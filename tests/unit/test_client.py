@@ -13,7 +13,7 @@ import pytest
 import requests
 from context_kit import ContextServer, context_server
 
-from sgl_ext.client import ContextCache, ContextInfo, part
+from sgl_ext.client import ContextCache, ContextInfo, part, with_scheme
 from sgl_ext.errors import ExtError, UnknownContextError
 from sgl_ext.marks import mark
 
@@ -53,7 +53,7 @@ def test_contexts_are_pinned_and_unpinned(cache: ContextCache) -> None:
     pinned = cache.pin(one.id)
     assert pinned == ContextInfo(one.id, 1, 100, "lego-2", None, pinned=True)
     cache.pin(two.id)
-    with pytest.raises(ExtError, match="at most 2 contexts can be pinned"):
+    with pytest.raises(ExtError, match="the maximum of 2 pinned contexts"):
         cache.pin(three.id)
     assert cache.unpin(one.id) == one
     assert cache.pin(three.id).pinned
@@ -173,8 +173,8 @@ def other(request: pytest.FixtureRequest) -> Iterator[str]:
         ((404, b"<html>"), "start the server with --enable-ext"),
         ((400, b'{"object": "error", "message": "no such thing"}'), "answered 400: no such thing"),
         ((500, b"Internal Server Error"), "answered 500: Internal Server Error"),
-        ((200, b"<html>"), "an answer that is not of the context cache"),
-        ((200, b'{"contexts": [{"id": 3}]}'), "not of the context cache: Expected `str`"),
+        ((200, b"<html>"), "an answer that is not a context-cache response"),
+        ((200, b'{"contexts": [{"id": 3}]}'), "not a context-cache response: Expected `str`"),
     ],
     indirect=["other"],
 )
@@ -189,3 +189,17 @@ def test_an_unreachable_server_raises() -> None:
         url = f"http://127.0.0.1:{taken.server_port}"
     with pytest.raises(ExtError, match=f"no answer from {url}.*is a server running there"):
         ContextCache(url).list()
+
+
+@pytest.mark.parametrize("url", ["host:30000", "http://host:30000/", "http://host:30000/v1/"])
+def test_urls_of_openai_clients_name_the_server(url: str) -> None:
+    assert with_scheme(url) == "http://host:30000"
+
+
+def test_a_certificate_that_is_not_trusted_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise requests.exceptions.SSLError("CERTIFICATE_VERIFY_FAILED")
+
+    monkeypatch.setattr(requests, "request", refused)
+    with pytest.raises(ExtError, match="CERTIFICATE_VERIFY_FAILED; set REQUESTS_CA_BUNDLE"):
+        ContextCache("https://host").list()

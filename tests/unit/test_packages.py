@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,6 +112,22 @@ def test_a_disk_that_fills_up_leaves_no_partial_file(
     assert [path for path in cache.rglob("*") if path.is_file()] == [
         cache / "packages" / FILE.sha256[:16] / ".lock"
     ]
+
+
+def test_a_program_waits_for_another_that_prepares_the_same_directory(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with packages.directory_lock(cache):
+        monkeypatch.setattr(packages, "_LOCKED_S", 0.3)
+        with pytest.raises(ExtError, match="another program has prepared"):
+            packages.directory_lock(cache).__enter__()
+        monkeypatch.setattr(packages, "_LOCKED_S", 60.0)
+        threads = ThreadPoolExecutor(1)
+        waits = threads.submit(packages.directory_lock(cache).__enter__)
+        time.sleep(0.3)
+        assert not waits.done()
+    assert waits.result(timeout=60) is None
+    assert "waiting for it" in capsys.readouterr().err
 
 
 def test_scratch_files_of_a_killed_download_are_removed(registry: list[str], cache: Path) -> None:

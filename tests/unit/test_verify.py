@@ -73,7 +73,8 @@ def test_a_tier_smaller_than_the_device_pool_is_named(
     tiers = {} if pages is None else {"host": {"capacity_pages": pages}}
     state = {"sgl_ext": {"tiers": tiers}}
     info = {"internal_states": [state], "page_size": 16, "max_total_num_tokens": pool}
-    assert not_loaded(info, "host").startswith(found)
+    assert not_loaded(info, "host", filled=True).startswith(found)
+    assert "the device pool was not filled" in not_loaded(info, "host", filled=False)
 
 
 PRIORITIES = {"enable_priority_scheduling": True}

@@ -26,12 +26,15 @@ from sgl_ext.bench.field.shared_prefix import SharedPrefixSizes, report_shared_p
 from sgl_ext.bench.field.systems import OTHERS, RESTORE, TIERS, linking
 from sgl_ext.bench.harness.report import Report
 from sgl_ext.bench.together.systems import PAGE, STOCK, Memory, scratch
+from sgl_ext.errors import ExtError
 from sgl_ext.models import SMOLLM2, prepare
 from sgl_ext.progress import say
 from sgl_ext.serving import server
 from sgl_ext.serving.http import generate
 
 _START_DEADLINE_S = 900.0
+_DATASET = Memory(pool=8192, host=32_768)
+"""Memory of the servers that get a data set: a prompt may have all of SmolLM2's context."""
 _RULER = "ruler"
 _START_MINUTES = 0.35
 """Estimated minutes of the start of one server beside others, on two cores."""
@@ -108,12 +111,13 @@ def run(
     sizes = _QUICK if quick else _WHOLE
     model, logs = prepare(SMOLLM2), out / "logs" / "field"
     config = {"quick": quick, "model": model.name, "page": PAGE, **asdict(sizes)}
-    dataset = shlex.split(options.dataset)
-    if dataset:
-        config, parts = {**config, "dataset": options.dataset}, ()
+    memory = sizes.memory
+    if dataset := _words(options.dataset):
+        memory, parts = _DATASET, ()
+        config |= {"dataset": options.dataset, "memory": asdict(memory)}
     report = Report("field-dataset" if dataset else "field", config)
     with scratch(out) as places:
-        systems = [sizes.memory.system(name, places) for name in _systems(sizes, parts)]
+        systems = [memory.system(name, places) for name in _systems(sizes, parts)]
         if _RULER in parts:
             systems.append(linking())
         with server.serve(systems, model, logs, deadline=_START_DEADLINE_S) as servers:
@@ -131,6 +135,18 @@ def run(
                     _measure(part, report, timed, model, logs, sizes)
                 report.write(out / "partial")  # kept if a later part fails
     return report
+
+
+def _words(arguments: str) -> list[str]:
+    """Returns the arguments of a command line.
+
+    Raises:
+        ExtError: a quotation is not closed.
+    """
+    try:
+        return shlex.split(arguments)
+    except ValueError as error:
+        raise ExtError(f"cannot read --dataset {arguments!r}: {error}; close it") from None
 
 
 def _systems(sizes: _Sizes, parts: Sequence[str]) -> Sequence[str]:

@@ -15,10 +15,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from sgl_ext.bench.chunks.prompts import Template
 from sgl_ext.bench.field import bench
+from sgl_ext.bench.field.dataset import Answers, report_dataset
 from sgl_ext.bench.field.hit_rate import continued, prompts
 from sgl_ext.bench.field.multiturn import MultiturnSizes, replay, texts_of
 from sgl_ext.bench.field.rounds import Drawn, Rounds
@@ -27,7 +29,9 @@ from sgl_ext.bench.field.ruler_tasks import KINDS, chunks_of, hidden, score, tas
 from sgl_ext.bench.field.sglang_client import benchmark
 from sgl_ext.bench.field.systems import ratios, rotated
 from sgl_ext.bench.harness.load_generator import RequestError
+from sgl_ext.bench.harness.report import Report
 from sgl_ext.errors import ExtError
+from sgl_ext.serving.server import Server, System
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -314,3 +318,42 @@ def test_texts_of_rounds_differ_and_have_a_length(model: Path, template: Templat
     texts = texts_of(model, 12, 300)
     assert len({*texts}) == 12
     assert all(290 <= len(template.encode(text)) <= 310 for text in texts)
+
+
+def test_requests_of_a_data_set_that_were_refused_are_no_answers() -> None:
+    record = {
+        "ttfts": [0.5, 0.0, 0.25, 0.0], "itls": [[0.1, 0.2], [], [0.3], []],
+        "input_lens": [100, 9000, 50, 7], "output_lens": [3, 8, 2, 8],
+        "cached_tokens": [64, 0, 0, 0], "errors": ["", "Bad Request: too long\n", "", ""],
+    }  # fmt: skip
+    assert Answers.of(record) == Answers(
+        ttft=[0.5, 0.25], between=[0.1, 0.2, 0.3], prompts=150, cached=64, tokens=155, refused=2,
+        error="Bad Request: too long",
+    )  # fmt: skip
+
+
+def test_a_data_set_is_sent_by_sglangs_own_benchmark(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    trace = [
+        {"timestamp": 0, "input_length": 1, "output_length": 2, "hash_ids": [number]}
+        for number in range(2)
+    ]
+    (tmp_path / "trace").write_text("".join(json.dumps(each) + "\n" for each in trace))
+    words = ["--dataset-name", "mooncake", "--dataset-path", str(tmp_path / "trace")]
+    report = Report("field-dataset", {})
+    with stub() as (url, bodies):
+        server = Server(System("stock", ()), url, tmp_path / "log", psutil.Popen(["true"]))
+        report_dataset(report, [server], model, tmp_path, [*words, "--num-prompts", "2"])
+        texts = {body["text"] for body in bodies if "Tell me a story" in str(body.get("text"))}
+    assert len(texts) == 2
+    (run,) = report.runs
+    assert (run["system"], run["samples"], run["refused"]) == ("stock", 2, 0)
+    assert run["cached_share"] > 0
+    assert run["ttft_ms_p50"] > 0
+
+
+def test_an_open_quotation_in_the_arguments_of_a_data_set_is_refused() -> None:
+    with pytest.raises(ExtError, match="cannot read --dataset"):
+        bench._words("--dataset-path 'a")

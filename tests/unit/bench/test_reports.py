@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 from conftest import ROOT
 from rich.console import Console
+from typer.testing import CliRunner
 
-from sgl_ext.bench import html, plots
+from sgl_ext.bench import plots
 from sgl_ext.bench.harness.runs import Kind, cell, kinds, tables
+from sgl_ext.cli import app
 
 RECORDS = sorted((ROOT / "sgl_ext" / "bench" / "results").glob("*.json"))
 RUNS: list[dict[str, Any]] = [
@@ -63,19 +66,21 @@ def test_every_committed_record_fits_80_columns(record: Path) -> None:
 
 
 def test_the_page_has_a_table_and_a_plot_of_each_kind(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     record = {
         "name": "tiers", "machine": {"cpu": "<some>"}, "config": {"quick": True},
         "figures": {"ratio": 1.5}, "runs": RUNS,
     }  # fmt: skip
     (tmp_path / "tiers.json").write_text(json.dumps(record))
-    html.main([str(tmp_path / "tiers.json"), "--out", str(tmp_path / "page.html")])
+    command = ["report", str(tmp_path / "tiers.json"), "--out", str(tmp_path / "page.html")]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
     page = (tmp_path / "page.html").read_text()
     assert "&lt;tiers&gt;" in page and "<tiers>" not in page and "<some>" not in page
     assert page.count('<table class="plot">') == 1
     assert page.count("1,050") == 4  # in the table and in the plot
-    assert "page.html" in capsys.readouterr().out
+    assert "page.html" in done.output
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.stem)
@@ -128,5 +133,6 @@ def test_bars_have_a_spread_and_no_column_of_a_spread_is_plotted() -> None:
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"name": "x"}')
-    with pytest.raises(SystemExit, match=r"x\.json is not a record of a benchmark: .*machine"):
-        html.main([str(tmp_path / "x.json")])
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "x.json")])
+    assert done.exit_code == 1
+    assert re.search(r"x\.json is not a record of a benchmark: .*machine", done.stderr)

@@ -192,12 +192,12 @@ def test_giving_up_pages_does_not_extend_the_wait_of_a_request() -> None:
     planner, name = machine.planner, ("prefix", "r")
     machine.prefixes.lookup("r", names)
     assert not machine.prefixes.ready("r")
-    deadline = planner._deadlines[name]
+    deadline = planner._deadlines._until[name]
     assert planner.give_up_one()
     assert machine.prefixes.ready("r")
     machine.prefixes.lookup("r", names)
     assert not machine.prefixes.ready("r")
-    assert planner._deadlines[name] == deadline
+    assert planner._deadlines._until[name] == deadline
     planner.give_up_one()
     machine.prefixes.forget("r")
     machine.prefixes.lookup("r", names)
