@@ -27,7 +27,7 @@ from sgl_ext.errors import ExtError
 from sgl_ext.serving.server import Server
 
 if TYPE_CHECKING:
-    from sgl_ext.bench.field.sglang_client import Answer
+    from sgl_ext.bench.harness.load_generator import Timing
 
 _LOAD = 1.0
 """Arrival rate, relative to the rate at which stock SGLang computes the prompts."""
@@ -64,7 +64,7 @@ class MultiturnSizes:
 @dataclass(frozen=True)
 class _Timed:
     round: int
-    answer: Answer
+    answer: Timing
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ def report_multiturn(
                 | {"samples": len(answers), "arrivals_per_s": rate}
                 | summary([one.ttft for one in answers], "ttft_ms", 1e3)
                 | {
-                    "cached_share": sum(one.cached for one in answers)
-                    / sum(one.prompt for one in answers),
+                    "cached_share": sum(one.cached_tokens for one in answers)
+                    / sum(one.prompt_tokens for one in answers),
                     "answers_per_s": per_s,
                 }
             )
@@ -147,16 +147,17 @@ async def replay(
     Raises:
         RequestError: a request failed.
     """
-    from sgl_ext.bench.field.sglang_client import answer
+    from sgl_ext.bench.harness.load_generator import Request, send, set_options
 
     chance = random.Random(f"arrivals/{seed}")  # noqa: S311
     rounds = Rounds(sizes.clients, sizes.rounds, sizes.parallel, seed)
     said = [""] * sizes.clients
+    set_options()
 
     async def ask(drawn: Drawn) -> _Timed:
         client = drawn.client
         said[client] += texts[client * sizes.rounds + drawn.round]
-        heard = await answer(url, said[client], sizes.answer)
+        heard = await send(url, Request(said[client], sizes.answer))
         said[client] += f"{heard.text}\n\n"
         rounds.answered(client)
         return _Timed(drawn.round, heard)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgl_ext.bench.field.systems import ratios
+from sgl_ext.bench.harness.load_generator import RequestError
 from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.bench.harness.sampling import interleaved
 from sgl_ext.serving.server import Server
@@ -40,6 +41,19 @@ class SharedPrefixSizes:
     parallel: int
     runs: int
 
+    def arguments(self, number: int) -> list[str]:
+        """Returns arguments of SGLang's benchmark for run ``number``, with prompts as token ids."""
+        given = {
+            "dataset-name": "generated-shared-prefix", "gsp-num-groups": self.groups,
+            "gsp-prompts-per-group": self.prompts, "gsp-system-prompt-len": self.system,
+            "gsp-question-len": self.question, "gsp-output-len": self.answer,
+            "max-concurrency": self.parallel, "seed": number,
+        }  # fmt: skip
+        # All requests are sent at once, as far as the concurrency allows: times of arrival would
+        # differ between servers, because their generator also draws the prompts.
+        words = (word for name, value in given.items() for word in (f"--{name}", str(value)))
+        return ["--tokenize-prompt", *words]
+
 
 def report_shared_prefix(
     report: Report, servers: Sequence[Server], model: Path, logs: Path, sizes: SharedPrefixSizes
@@ -55,19 +69,11 @@ def report_shared_prefix(
     from sgl_ext.bench.field.sglang_client import benchmark
 
     def run(server: Server, number: int) -> Served:
-        return benchmark(
-            server.url,
-            model,
-            logs / f"shared-prefix-{server.system.name}.jsonl",
-            dataset_name="generated-shared-prefix",
-            gsp_num_groups=sizes.groups,
-            gsp_prompts_per_group=sizes.prompts,
-            gsp_system_prompt_len=sizes.system,
-            gsp_question_len=sizes.question,
-            gsp_output_len=sizes.answer,
-            max_concurrency=sizes.parallel,
-            seed=number,
-        )
+        log = logs / f"shared-prefix-{server.system.name}.log"
+        found = benchmark(server.url, model, log, sizes.arguments(number))
+        if found.error:
+            raise RequestError(found.error)
+        return found
 
     found = interleaved([partial(run, each) for each in servers], sizes.runs, "shared prefixes")
     medians: dict[str, float] = {}
@@ -82,7 +88,7 @@ def report_shared_prefix(
             | summary(ttft, "ttft_ms", 1e3)
             | {
                 "cached_share": sum(each.cached for each in runs)
-                / sum(each.prompt for each in runs),
+                / sum(each.prompts for each in runs),
                 "tokens_per_s": throughput[name],
             }
         )

@@ -32,6 +32,9 @@ class Timing:
     """Mean time per output token after the first; 0 if there was only one."""
     latency: float
     cached_tokens: int
+    prompt_tokens: int
+    text: str
+    """Text of the answer."""
 
 
 class RequestError(ExtError):
@@ -47,7 +50,12 @@ def run(url: str, requests: Sequence[Request]) -> list[Timing]:
     Raises:
         RequestError: a request failed; it is raised at the first one.
     """
-    # The generator's request functions read their options from a module-wide namespace.
+    set_options()
+    return asyncio.run(_run(url, requests))
+
+
+def set_options() -> None:
+    """Sets the options of SGLang's request functions, which are those of its module."""
     serving.set_global_args(
         argparse.Namespace(
             temperature=0.0, top_p=1.0, disable_ignore_eos=False, disable_stream=False,
@@ -55,17 +63,25 @@ def run(url: str, requests: Sequence[Request]) -> list[Timing]:
             top_logprobs_num=0, token_ids_logprob=None, cache_report=True, header=None,
         )
     )  # fmt: skip
-    return asyncio.run(_run(url, requests))
 
 
 async def _run(url: str, requests: Sequence[Request]) -> list[Timing]:
     start = asyncio.get_running_loop().time()
 
-    async def send(request: Request) -> Timing:
+    async def sent(request: Request) -> Timing:
         await asyncio.sleep(start + request.at - asyncio.get_running_loop().time())
-        return _timing(await serving.async_request_sglang_generate(_input(url, request)))
+        return await send(url, request)
 
-    return await asyncio.gather(*map(send, requests))
+    return await asyncio.gather(*map(sent, requests))
+
+
+async def send(url: str, request: Request) -> Timing:
+    """Sends a request at once, after :func:`set_options`.
+
+    Raises:
+        RequestError: the request failed.
+    """
+    return _timing(await serving.async_request_sglang_generate(_input(url, request)))
 
 
 def _input(url: str, request: Request) -> serving.RequestFuncInput:
@@ -91,4 +107,6 @@ def _timing(output: serving.RequestFuncOutput) -> Timing:
     tpot = sum(output.itl) / len(output.itl) if output.itl else 0.0
     # The generator measures to the first text, and a token may be an incomplete character.
     ttft = output.ttft or output.latency
-    return Timing(ttft, tpot, output.latency, output.cached_tokens)
+    return Timing(
+        ttft, tpot, output.latency, output.cached_tokens, output.prompt_len, output.generated_text
+    )

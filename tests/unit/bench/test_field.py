@@ -20,13 +20,14 @@ import pytest
 
 from sgl_ext.bench.chunks.prompts import Template
 from sgl_ext.bench.field import bench
-from sgl_ext.bench.field.dataset import Answers, report_dataset
+from sgl_ext.bench.field.dataset import report_dataset
 from sgl_ext.bench.field.hit_rate import continued, prompts
 from sgl_ext.bench.field.multiturn import MultiturnSizes, replay, texts_of
 from sgl_ext.bench.field.rounds import Drawn, Rounds
 from sgl_ext.bench.field.ruler import prompt_of
 from sgl_ext.bench.field.ruler_tasks import KINDS, chunks_of, hidden, score, task
-from sgl_ext.bench.field.sglang_client import benchmark
+from sgl_ext.bench.field.sglang_client import Served, benchmark
+from sgl_ext.bench.field.shared_prefix import SharedPrefixSizes
 from sgl_ext.bench.field.systems import ratios, rotated
 from sgl_ext.bench.harness.load_generator import RequestError
 from sgl_ext.bench.harness.report import Report
@@ -254,11 +255,9 @@ def stub(*, refuse: bool = False) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             thread.join()
 
 
-_SHARED = {
-    "dataset_name": "generated-shared-prefix", "gsp_num_groups": 3, "gsp_prompts_per_group": 2,
-    "gsp_system_prompt_len": 20, "gsp_question_len": 5, "gsp_output_len": 4, "max_concurrency": 2,
-    "seed": 7,
-}  # fmt: skip
+_SHARED = SharedPrefixSizes(
+    groups=3, prompts=2, system=20, question=5, answer=4, parallel=2, runs=1
+).arguments(7)
 
 
 def test_sglangs_benchmark_sends_groups_of_shared_prefixes(
@@ -266,16 +265,16 @@ def test_sglangs_benchmark_sends_groups_of_shared_prefixes(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # SGLang keeps the prompts in it
     with stub() as (url, bodies):
-        found = benchmark(url, model, tmp_path / "log", **_SHARED)
+        found = benchmark(url, model, tmp_path / "log", _SHARED)
         sent = sorted(body["input_ids"] for body in bodies)
         bodies.clear()
-        benchmark(url, model, tmp_path / "log", **_SHARED)
+        benchmark(url, model, tmp_path / "log", _SHARED)
         assert sorted(body["input_ids"] for body in bodies) == sent
     assert [len(each) for each in sent] == [25] * 6
     assert sorted(Counter(tuple(each[:20]) for each in sent).values()) == [2, 2, 2]
     assert len(found.ttft) == 6
     assert all(each > 0 for each in found.ttft)
-    assert (found.prompt, found.cached) == (150, 18)
+    assert (found.prompts, found.cached) == (150, 18)
     assert found.tokens_per_s > 0
     assert "Serving Benchmark Result" in (tmp_path / "log").read_text()
     assert "Serving Benchmark Result" not in capsys.readouterr().out
@@ -289,7 +288,7 @@ def test_a_refused_request_is_an_error(
     sizes = MultiturnSizes(clients=2, rounds=2, length=1, answer=2, parallel=2, runs=1)
     with stub(refuse=True) as (url, _):
         with pytest.raises(RequestError, match=r"benchmark failed against http.*; read .*log"):
-            benchmark(url, model, tmp_path / "log", **_SHARED)
+            benchmark(url, model, tmp_path / "log", _SHARED)
         with pytest.raises(RequestError, match="Bad Request: no"):
             asyncio.run(replay(url, ["a"] * 4, sizes, 1000.0, 0))
 
@@ -305,7 +304,7 @@ def test_a_round_follows_the_clients_earlier_rounds_and_answers() -> None:
     )  # fmt: skip
     assert sorted(one.round for one in found) == [0, 0, 0, 1, 1, 1]
     assert {one.answer.text for one in found} == {"aa"}
-    assert {one.answer.cached for one in found} == {3}
+    assert {one.answer.cached_tokens for one in found} == {3}
     assert all(one.answer.ttft > 0 for one in found)
 
 
@@ -322,13 +321,14 @@ def test_texts_of_rounds_differ_and_have_a_length(model: Path, template: Templat
 
 def test_requests_of_a_data_set_that_were_refused_are_no_answers() -> None:
     record = {
+        "dataset_name": "custom", "duration": 2.0,
         "ttfts": [0.5, 0.0, 0.25, 0.0], "itls": [[0.1, 0.2], [], [0.3], []],
         "input_lens": [100, 9000, 50, 7], "output_lens": [3, 8, 2, 8],
         "cached_tokens": [64, 0, 0, 0], "errors": ["", "Bad Request: too long\n", "", ""],
     }  # fmt: skip
-    assert Answers.of(record) == Answers(
-        ttft=[0.5, 0.25], between=[0.1, 0.2, 0.3], prompts=150, cached=64, tokens=155, refused=2,
-        error="Bad Request: too long",
+    assert Served.of(record) == Served(
+        dataset="custom", ttft=[0.5, 0.25], between=[0.1, 0.2, 0.3], prompts=150, cached=64,
+        tokens_per_s=77.5, refused=2, error="Bad Request: too long",
     )  # fmt: skip
 
 
