@@ -20,12 +20,13 @@ from aiohttp import web
 
 from sgl_ext.bench.exactness import bench as exactness
 from sgl_ext.bench.exactness.answers import Answer, Ending, Found, compare
-from sgl_ext.bench.exactness.clients import ask, greedy, session
+from sgl_ext.bench.exactness.clients import ask, greedy
 from sgl_ext.bench.exactness.script import Event, Leave, Material, Mix, events, script
 from sgl_ext.bench.exactness.sections import find
 from sgl_ext.bench.exactness.servers import complaints, end, setup
 from sgl_ext.bench.exactness.states import held
 from sgl_ext.bench.exactness.tally import FAULTS
+from sgl_ext.bench.harness.session import session
 from sgl_ext.config import load
 from sgl_ext.config.sets import PEERS, Sections, maximal, written
 from sgl_ext.errors import ExtError

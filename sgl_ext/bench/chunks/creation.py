@@ -6,7 +6,6 @@ context is computed depends on its link method.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ import requests
 from sgl_ext.bench.chunks.prompts import Template
 from sgl_ext.bench.data.needles import essays
 from sgl_ext.bench.harness.report import Report, summary
+from sgl_ext.bench.harness.sampling import ratio
 from sgl_ext.client import ContextCache
 from sgl_ext.errors import ExtError
 from sgl_ext.progress import steps
@@ -60,11 +60,11 @@ class Creation:
                 self._compute(texts) if name == "stock" else self._create(texts, name)
                 into.append((time.perf_counter() - begin) / _AT_ONCE)
         for name, each in seconds.items():
-            ratios = [one / other for one, other in zip(each, seconds["stock"], strict=True)]
-            row = {"what": "creation", "system": name, "over_stock": statistics.median(ratios)}
+            over = ratio(each, seconds["stock"])
+            row = {"what": "creation", "system": name, "over_stock": over}
             report.runs.append(row | {"samples": len(each)} | summary(each, "context_s"))
             if name != "stock":
-                report.figures[f"create_over_prefill_{name}"] = statistics.median(ratios)
+                report.figures[f"create_over_prefill_{name}"] = over
 
     def _compute(self, texts: Sequence[Sequence[int]]) -> None:
         def compute(tokens: Sequence[int]) -> None:

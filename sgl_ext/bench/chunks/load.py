@@ -18,6 +18,7 @@ from typing import NamedTuple
 from sgl_ext.bench.chunks.linked import DEFAULT, Contexts, Ids, asked, nothing_missing, text_of
 from sgl_ext.bench.chunks.prompts import Prompt, Template, question_prompts
 from sgl_ext.bench.harness.report import Report, summary
+from sgl_ext.bench.harness.sampling import rotated
 from sgl_ext.progress import steps
 from sgl_ext.serving import server
 
@@ -71,8 +72,7 @@ class Load:
         surge = {name: _SURGE * self._alone(name) for name in systems}
         answered: dict[str, list[float]] = {name: [] for name in systems}
         for round_ in steps(range(self._sizes.rounds), "rounds of load"):
-            for place in range(len(systems)):
-                name = systems[(round_ + place) % len(systems)]
+            for name in rotated(systems, round_):
                 answered[name].append(self._offer(name, surge[name], round_).per_s)
         most = {name: statistics.median(each) for name, each in answered.items()}
         steady = _STEADY * most["stock"]

@@ -28,7 +28,7 @@ from sgl_ext.bench.chunks.prompts import (
 )
 from sgl_ext.bench.harness.partial import Partial
 from sgl_ext.bench.harness.report import Report, summary
-from sgl_ext.bench.harness.sampling import ratio_of_medians
+from sgl_ext.bench.harness.sampling import ratio_of_medians, rotated
 from sgl_ext.serving import server
 
 
@@ -162,8 +162,7 @@ class Speed:
                     name: (self._ours.url, Request(text_of(prompt, ids), 1))
                     for name, ids in named.items()
                 }
-                first = (number + order) % len(systems)
-                for system in (*systems[first:], *systems[:first]):
+                for system in rotated(systems, number + order):
                     url, request = requests[system]
                     found[system].append(run(url, [request])[0].ttft)
         return found

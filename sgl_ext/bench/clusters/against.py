@@ -24,6 +24,7 @@ from sgl_ext.bench.clusters.answers import follows, store
 from sgl_ext.bench.clusters.samples import Sample, stored_system
 from sgl_ext.bench.clusters.serving import BLOCKS
 from sgl_ext.bench.harness.report import Report, summary
+from sgl_ext.bench.harness.sampling import ratio, rotated
 from sgl_ext.errors import ExtError
 from sgl_ext.serving import server
 from sgl_ext.serving.http import live, send, wait_until_stored
@@ -135,7 +136,7 @@ def _compare(
             prompts = Prompts(sample.unseen)
             for at in range(rounds + 1):
                 for batch in batches:
-                    for name in [*asks][at % len(asks) :] + [*asks][: at % len(asks)]:
+                    for name in rotated(asks, at):
                         if name == HOST:
                             _displace(others[-1].url, context)
                         # The first round opens the context and warms the servers up.
@@ -232,8 +233,3 @@ def seconds(ask: Ask, prompts: Sequence[Sequence[int]], tokens: int) -> float:
         for each in [threads.submit(ask, prompt, tokens) for prompt in prompts]:
             each.result()
         return time.perf_counter() - begin
-
-
-def ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """Returns the median ratio of measurements of the same rounds."""
-    return statistics.median(one / other for one, other in zip(above, below, strict=True))

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from sgl_ext.bench.clusters.against import Prompts, ratio
+from sgl_ext.bench.clusters.against import Prompts
 from sgl_ext.bench.clusters.answers import store
 from sgl_ext.bench.clusters.samples import Sample, record, stored_system
 from sgl_ext.bench.clusters.selections import (
@@ -27,6 +27,7 @@ from sgl_ext.bench.clusters.selections import (
 )
 from sgl_ext.bench.clusters.serving import PM9A3_BYTES, PM9A3_OPERATIONS
 from sgl_ext.bench.harness.report import Report, summary
+from sgl_ext.bench.harness.sampling import ratio, rotated
 from sgl_ext.serving import server
 
 _SHARE = 0.1
@@ -69,17 +70,19 @@ def report_devices(
             for count in devices
         ]
         with server.serve(systems, model, out / "logs") as servers:
-            contexts = [store(each.url, sample.context) for each in servers]
+            stored = [
+                (count, each, store(each.url, sample.context))
+                for count, each in zip(devices, servers, strict=True)
+            ]
             found = {(count, batch): Measured() for count in devices for batch in batches}
             prompts = Prompts(sample.unseen)
             for at in range(rounds + 1):
                 for batch in batches:
                     asked = prompts.take(batch)
-                    for place in range(len(servers)):
-                        turn = (place + at) % len(servers)
+                    for count, each, id_ in rotated(stored, at):
                         # The first round opens the contexts and is not counted.
-                        into = found[devices[turn], batch] if at else Measured()
-                        measure(servers[turn].url, contexts[turn], _SHARE, asked, into)
+                        into = found[count, batch] if at else Measured()
+                        measure(each.url, id_, _SHARE, asked, into)
     for (count, batch), one in found.items():
         report.runs.append(
             {"what": "devices", "devices": count, "batch": batch, "sparsity": _SHARE,

@@ -17,11 +17,12 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sgl_ext.bench.clusters.against import Prompts, following, ratio, seconds
+from sgl_ext.bench.clusters.against import Prompts, following, seconds
 from sgl_ext.bench.clusters.answers import dense, diverged, divergences
 from sgl_ext.bench.clusters.samples import Sample, device_directories, record, stored_system
 from sgl_ext.bench.harness.partial import Partial
 from sgl_ext.bench.harness.report import Report, summary
+from sgl_ext.bench.harness.sampling import ratio, rotated
 from sgl_ext.clusters.build import build
 from sgl_ext.clusters.client import StoredContexts
 from sgl_ext.clusters.files import own_folders, storing
@@ -225,7 +226,7 @@ def measure_all(
         say(f"measuring round {at + 1} of {rounds}")
         for batch in batches:
             asked = prompts.take(batch)  # each context and share has its own cache
-            for share, name in settings[at % len(settings) :] + settings[: at % len(settings)]:
+            for share, name in rotated(settings, at):
                 measure(url, contexts[name].id, share, asked, found[share, name, batch])
     return found
 

@@ -18,6 +18,7 @@ import requests
 from sgl_ext.bench.clusters.answers import follow
 from sgl_ext.bench.clusters.samples import Sample, stored_system
 from sgl_ext.bench.harness.report import Report, summary
+from sgl_ext.bench.harness.sampling import ratio
 from sgl_ext.clusters.client import StoredContexts
 from sgl_ext.errors import ExtError
 from sgl_ext.serving import server
@@ -83,16 +84,11 @@ def report_storing(report: Report, model: Path, sample: Sample, rounds: int, out
     whole, tenth = measured[WHOLE], measured[TENTH]
     report.figures |= {
         "store_s_per_1000_tokens": 1e3 * statistics.median(whole.stored) / tokens,
-        "store_over_prefill": _ratio(whole.stored, prefills),
-        "ten_pools_store_over_one": _ratio(tenth.stored, whole.stored),
-        "ten_pools_compute_over_prefill": _ratio(tenth.computed, prefills),
+        "store_over_prefill": ratio(whole.stored, prefills),
+        "ten_pools_store_over_one": ratio(tenth.stored, whole.stored),
+        "ten_pools_compute_over_prefill": ratio(tenth.computed, prefills),
         "ten_pools_equal": equal,
     }
-
-
-def _ratio(these: Sequence[float], those: Sequence[float]) -> float:
-    """Returns the median ratio of measurements that were taken one after the other."""
-    return statistics.median(one / other for one, other in zip(these, those, strict=True))
 
 
 def _prefill(url: str, tokens: Sequence[int]) -> float:

@@ -18,14 +18,6 @@ from sgl_ext.errors import ExtError
 _STOCK_DEADLINE_S = 600.0
 
 
-def session() -> aiohttp.ClientSession:
-    """Returns a session that uses each connection once, because a server may close idle ones."""
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    return aiohttp.ClientSession(
-        connector=connector, timeout=aiohttp.ClientTimeout(total=None), read_bufsize=1 << 22
-    )
-
-
 def greedy(prompt: Mapping[str, Any], tokens: int, **more: Any) -> dict[str, Any]:
     """Returns the body of a greedy ``/generate`` request for ``tokens`` new tokens.
 

@@ -15,12 +15,13 @@ from typing import Any
 import aiohttp
 
 from sgl_ext.bench.exactness.answers import Answer, Difference, Ending, Found, compare
-from sgl_ext.bench.exactness.clients import Stock, ask, greedy, session
+from sgl_ext.bench.exactness.clients import Stock, ask, greedy
 from sgl_ext.bench.exactness.material import Prompt, Texts
 from sgl_ext.bench.exactness.script import MIX, Ask, Event, Material, events, script
 from sgl_ext.bench.exactness.servers import Victim
 from sgl_ext.bench.exactness.states import counts_of, descriptors, held, state_of
 from sgl_ext.bench.exactness.tally import Tally
+from sgl_ext.bench.harness.session import session
 
 _PROGRESS_S = 10.0
 _QUIET_S = 60.0

@@ -1,4 +1,4 @@
-"""Workloads that people know, on stock SGLang, HiCache, ``tiers``, and ``tiers`` with ``restore``.
+"""Standard workloads on stock SGLang, HiCache, ``tiers``, and ``tiers`` with ``restore``.
 
 ``shared-prefix`` is SGLang's ``bench_serving`` with its generated shared prefixes, ``multiturn``
 has the load of HiCache's ``bench_multiturn``, and ``hit-rate`` sweeps the share of a prompt that

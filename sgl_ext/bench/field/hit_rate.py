@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sgl_ext.bench.field.systems import ratios, rotated
+from sgl_ext.bench.field.systems import ratios
 from sgl_ext.bench.harness.report import Report, summary
+from sgl_ext.bench.harness.sampling import rotated
 from sgl_ext.progress import Progress
 from sgl_ext.serving.server import Server
 
@@ -95,7 +96,7 @@ def _send(
     urls = {each.system.name: each.url for each in servers}
     timings: dict[str, list[Timing]] = {name: [] for name in urls}
     for number, prompt in enumerate(those):
-        for name in rotated([*urls], number):
+        for name in rotated(urls, number):
             timings[name] += run(urls[name], [Request(prompt, 1)])
         progress.step()
     return timings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from sgl_ext.bench.chunks import linked
@@ -36,9 +36,3 @@ def ratios(name: str, values: Mapping[str, float]) -> dict[str, float]:
         if ours not in OTHERS
         for other in OTHERS
     }
-
-
-def rotated(names: Sequence[str], number: int) -> list[str]:
-    """Returns names in the order of round ``number``; each round begins with the next one."""
-    first = number % len(names)
-    return [*names[first:], *names[:first]]

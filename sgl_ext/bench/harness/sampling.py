@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -13,6 +13,16 @@ from sgl_ext.progress import Progress
 
 Sample = TypeVar("Sample")
 _RESAMPLES = 2000
+
+
+Item = TypeVar("Item")
+
+
+def rotated(items: Iterable[Item], number: int) -> list[Item]:
+    """Returns items in the order of round ``number``; each round begins with the next one."""
+    found = [*items]
+    first = number % len(found)
+    return [*found[first:], *found[:first]]
 
 
 def interleaved(
@@ -30,9 +40,8 @@ def interleaved(
     samples: list[list[Sample]] = [[] for _ in samplers]
     progress = Progress(what, rounds)
     for number in range(rounds):
-        for position in range(len(samplers)):
-            index = (number + position) % len(samplers)
-            samples[index].append(samplers[index](number))
+        for into, sampler in rotated(zip(samples, samplers, strict=True), number):
+            into.append(sampler(number))
         progress.step()
     return samples
 
@@ -54,6 +63,11 @@ def paired_ratio(samples: ArrayLike, to: ArrayLike) -> Ratio:
     drawn = np.random.default_rng(0).choice(ratios, (_RESAMPLES, len(ratios)))
     low, high = np.percentile(np.median(drawn, axis=1), (2.5, 97.5))
     return Ratio(float(np.median(ratios)), float(low), float(high))
+
+
+def ratio(samples: Sequence[float], to: Sequence[float]) -> float:
+    """Returns the median of the samples' ratios to those of the same rounds."""
+    return statistics.median(one / other for one, other in zip(samples, to, strict=True))
 
 
 def ratio_of_medians(samples: Sequence[float], to: Sequence[float]) -> float:

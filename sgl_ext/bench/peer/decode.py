@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_ext.bench.harness.report import Report, summary
-from sgl_ext.bench.harness.sampling import paired_ratio
+from sgl_ext.bench.harness.sampling import paired_ratio, rotated
 from sgl_ext.bench.peer.servers import COMMON, LAYERS, Lent, pair
 from sgl_ext.bench.swap.load import Talk, Turn, run
 from sgl_ext.errors import ExtError
@@ -55,9 +55,8 @@ def report_decode(report: Report, sizes: DecodeSizes, logs: Path) -> None:
             for server in servers.values():
                 forget(server.url)
             for round_ in steps(range(sizes.rounds + 1), "rounds of answers"):
-                names = [*servers]
-                for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-                    seconds = _per_token(servers[name], length)
+                for name, server in rotated(servers.items(), round_):
+                    seconds = _per_token(server, length)
                     if round_:  # the first round computes the prompt
                         found[name].append(seconds)
             _add(report, sizes, length, found)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sgl_ext.bench.harness.report import Report, summary
+from sgl_ext.bench.harness.sampling import rotated
 from sgl_ext.bench.restore.contexts import Context
 from sgl_ext.bench.restore.servers import (
     CAKE,
@@ -142,8 +143,7 @@ class Batches:
             for number in range(self._sizes.batches[size]):
                 batch = choose.sample([*self._contexts], size)
                 of_all = number < self._sizes.by_all.get(size, 0)
-                for at in range(len(self._servers)):
-                    one = self._servers[(turn + at) % len(self._servers)]
+                for one in rotated(self._servers, turn):
                     if of_all or one.system.name in (CAKE, OURS):
                         kept = measured[one.system.name]
                         self._measure(one, batch, [0.0] * size, kept, f"{seed}/{number}")
@@ -185,8 +185,7 @@ class Batches:
             choose = random.Random(f"arrivals/{seed}")  # noqa: S311
             batch = choose.sample([*self._contexts], self._sizes.arrivals)
             arrivals = np.cumsum([choose.expovariate(_LOAD * most) for _ in batch]).tolist()
-            for at in range(len(self._servers)):
-                one = self._servers[(turn + at) % len(self._servers)]
+            for one in rotated(self._servers, turn):
                 if one.system.name in (CAKE, OURS):
                     self._measure(one, batch, arrivals, measured[one.system.name])
         for name in (CAKE, OURS):

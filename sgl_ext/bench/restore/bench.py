@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sgl_ext.bench.harness.report import Report, summary
+from sgl_ext.bench.harness.sampling import rotated
 from sgl_ext.bench.restore.batches import Batches, BatchSizes
 from sgl_ext.bench.restore.contexts import Context, mixed_lengths, of_lengths
 from sgl_ext.bench.restore.layers import report_layers, report_ssd_layers
@@ -227,8 +228,7 @@ def _alone(
     ttft: dict[str, dict[int, list[float]]] = {name: {} for name in names}
     first = first or max(contexts, key=lambda each: each.length)
     for turn, context in enumerate(steps([first, *[*contexts] * rounds], "prompts alone")):
-        for at in range(len(servers)):
-            one = servers[(turn + at) % len(servers)]
+        for one in rotated(servers, turn):
             forget(one.url)
             (timing,) = send(one.url, [Request(context.tokens, 1)])
             if one.system.name == LOAD:

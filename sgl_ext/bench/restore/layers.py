@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from sgl_ext.bench.harness.report import Report, summary
-from sgl_ext.bench.harness.sampling import ratio_of_medians
+from sgl_ext.bench.harness.sampling import ratio_of_medians, rotated
 from sgl_ext.bench.restore.contexts import NEW_TOKENS, Context, of_lengths
 from sgl_ext.bench.restore.servers import RECOMPUTE, base
 from sgl_ext.progress import steps
@@ -136,8 +136,7 @@ def _ttft(
     found: dict[str, list[float]] = {each.system.name: [] for each in servers}
     for turn in range(2):
         for number, context in enumerate(contexts):
-            for at in range(len(servers)):
-                one = servers[(turn + number + at) % len(servers)]
+            for one in rotated(servers, turn + number):
                 begin = context.length + _NEW * turn  # another question each time
                 tokens = [*context.heard, *context.tokens[begin : begin + _NEW]]
                 if turn and before is not None and one.system.name != RECOMPUTE:

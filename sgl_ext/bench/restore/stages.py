@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_ext.bench.harness.report import Report, summary
+from sgl_ext.bench.harness.sampling import rotated
 from sgl_ext.bench.restore import stage_process
 from sgl_ext.bench.restore.contexts import of_lengths
 from sgl_ext.bench.restore.stage_process import (
@@ -148,8 +149,7 @@ def report_stages(report: Report, model: Path, lengths: Sequence[int], rounds: i
             took: dict[str, list[float]] = {mode: [] for mode in _MODES}
             computed: dict[str, list[int]] = {}
             for turn in steps(range(rounds + 1), "rounds of stages"):
-                for at in range(len(_MODES)):
-                    mode = _MODES[(turn + at) % len(_MODES)]
+                for mode in rotated(_MODES, turn):
                     running.ask("slow_down", rate)
                     began = time.monotonic()
                     restored: list[Restoration] = running.ask("restore", ids, mode)

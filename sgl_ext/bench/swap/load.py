@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_ext.bench.data.texts import sharegpt_conversations
+from sgl_ext.bench.harness.session import session
 from sgl_ext.errors import ExtError
 
 _SAME = 0.25
@@ -192,16 +193,13 @@ def _said(tokenizer: Any, text: str, *, first: bool) -> list[int]:
 
 
 async def _run(url: str, said: Sequence[Talk]) -> list[Heard]:
-    timeout = aiohttp.ClientTimeout(total=_DEADLINE_S)
-    # A server may close an idle connection just when the next turn is being sent.
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+    async with session(_DEADLINE_S) as http:
         start = time.perf_counter()
-        each = await asyncio.gather(*(_talk(session, url, one, start) for one in said))
+        each = await asyncio.gather(*(_talk(http, url, one, start) for one in said))
     return [heard for turns in each for heard in turns]
 
 
-async def _talk(session: aiohttp.ClientSession, url: str, talk: Talk, start: float) -> list[Heard]:
+async def _talk(http: aiohttp.ClientSession, url: str, talk: Talk, start: float) -> list[Heard]:
     await asyncio.sleep(start + talk.at - time.perf_counter())
     tokens: list[int] = []
     heard = []
@@ -218,14 +216,14 @@ async def _talk(session: aiohttp.ClientSession, url: str, talk: Talk, start: flo
             },
         }  # fmt: skip
         one = Heard(f"{talk.name}/{number}", time.perf_counter() - start, len(tokens))
-        await answer(session, url, body, one, start)
+        await answer(http, url, body, one, start)
         tokens += one.tokens
         heard.append(one)
     return heard
 
 
 async def answer(
-    session: aiohttp.ClientSession, url: str, body: dict[str, Any], heard: Heard, start: float
+    http: aiohttp.ClientSession, url: str, body: dict[str, Any], heard: Heard, start: float
 ) -> None:
     """Sends a streamed ``/generate`` request, and records its answer in ``heard`` as it comes.
 
@@ -235,7 +233,7 @@ async def answer(
     Raises:
         ExtError: the request was refused, or its answer was interrupted.
     """
-    async with session.post(f"{url}/generate", json=body) as answer:
+    async with http.post(f"{url}/generate", json=body) as answer:
         if answer.status != 200:
             raise ExtError(f"{body['rid']}: {await answer.text()}")
         async for line in answer.content:

@@ -18,6 +18,7 @@ import numpy as np
 
 from sgl_ext.bench.harness.partial import Partial
 from sgl_ext.bench.harness.report import Report
+from sgl_ext.bench.harness.sampling import rotated
 from sgl_ext.bench.swap.runs import Run, Workload, mean_answer, mean_pages, measure, warm_up
 from sgl_ext.bench.swap.systems import DEFINITIONS, OURS, PAGE, Link, systems
 from sgl_ext.serving import server
@@ -119,8 +120,7 @@ class Offers:
         with self._serve(missing, policy, link, host) as servers:
             for place, said in enumerate(talks):
                 rate = load * ideal / mean_answer(said)
-                for at in range(len(servers)):
-                    one = servers[(place + at) % len(servers)]
+                for one in rotated(servers, place):
                     key = names_of[one.system.name][place]
                     self._run(key, partial(measure, one, said, rate))
         runs = {name: [self._run(key) for key in keys] for name, keys in names_of.items()}

@@ -12,6 +12,7 @@ import aiohttp
 
 from sgl_ext.bench.chunks.linked import Ids, text_of
 from sgl_ext.bench.chunks.prompts import Prompt
+from sgl_ext.bench.harness.session import session
 from sgl_ext.bench.swap.load import Heard, answer
 from sgl_ext.bench.together.trace import Client, Kind, Step
 from sgl_ext.errors import ExtError
@@ -65,9 +66,7 @@ async def _replay(
     unit: float,
     contexts: Mapping[str, Ids] | None,
 ) -> list[Timed]:
-    timeout = aiohttp.ClientTimeout(total=_DEADLINE_S)
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+    async with session(_DEADLINE_S) as http:
         start = time.perf_counter()
 
         async def run(client: Client[Prompt]) -> list[Timed]:
@@ -79,7 +78,7 @@ async def _replay(
                 tokens += step.said
                 body = _body(client, turn, step, tokens, contexts)
                 heard = Heard(body["rid"], time.perf_counter() - start, len(tokens))
-                await answer(session, url, body, heard, start)
+                await answer(http, url, body, heard, start)
                 tokens += heard.tokens
                 length = len(step.prompt.tokens) if step.prompt else heard.prompt
                 found.append(Timed(client.kind, turn, heard.ttft, length, heard.cached))

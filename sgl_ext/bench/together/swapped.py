@@ -19,10 +19,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import aiohttp
-
 from sgl_ext.bench.harness.report import Report, summary
 from sgl_ext.bench.harness.sampling import interleaved, ratio_of_medians
+from sgl_ext.bench.harness.session import session
 from sgl_ext.bench.swap import systems as swapping
 from sgl_ext.bench.swap.load import Heard, answer
 from sgl_ext.bench.together.systems import ENVIRONMENT, PAGE, extended
@@ -102,9 +101,7 @@ async def _round(url: str, number: int) -> Sequence[Resumed]:
     def prompt(tokens: int) -> list[int]:
         return [chance.randrange(1000, 40_000) for _ in range(tokens)]
 
-    timeout = aiohttp.ClientTimeout(total=_DEADLINE_S)
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+    async with session(_DEADLINE_S) as http:
         start = time.perf_counter()
 
         def send(name: str, tokens: list[int], new: int, priority: int) -> tuple[Heard, Any]:
@@ -116,7 +113,7 @@ async def _round(url: str, number: int) -> Sequence[Resumed]:
                 "priority": priority,
                 "sampling_params": {"temperature": 0, "max_new_tokens": new, "ignore_eos": True},
             }
-            return heard, asyncio.create_task(answer(session, url, body, heard, start))
+            return heard, asyncio.create_task(answer(http, url, body, heard, start))
 
         displaced = [send(f"low/{at}", prompt(_VICTIM), _ANSWER, 0) for at in range(_VICTIMS)]
         while any(len(heard.times) < _BEGUN and not task.done() for heard, task in displaced):

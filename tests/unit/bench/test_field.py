@@ -28,9 +28,10 @@ from sgl_ext.bench.field.ruler import prompt_of
 from sgl_ext.bench.field.ruler_tasks import KINDS, chunks_of, hidden, score, task
 from sgl_ext.bench.field.sglang_client import Served, benchmark
 from sgl_ext.bench.field.shared_prefix import SharedPrefixSizes
-from sgl_ext.bench.field.systems import ratios, rotated
+from sgl_ext.bench.field.systems import ratios
 from sgl_ext.bench.harness.load_generator import RequestError
 from sgl_ext.bench.harness.report import Report
+from sgl_ext.bench.harness.sampling import rotated
 from sgl_ext.errors import ExtError
 from sgl_ext.serving.server import Server, System
 
