@@ -7,7 +7,7 @@ from functools import partial
 from threading import Event
 from typing import Any
 
-from sgl_ext.verify.background import Background
+from sgl_ext.verify.background import background
 from sgl_ext.verify.compare import Reply
 from sgl_ext.verify.target import Target
 from sgl_ext.verify.texts import Texts
@@ -92,10 +92,10 @@ class Preemption:
             return self._target.answer(ids, _HELD, priority=self._urgent, salt=f"sgl-ext-{at}")
 
         urgent = [*texts.draw(self._count, self._length)]
-        asked = [Background(partial(ask, *each)) for each in zip(self._prompts, begun, strict=True)]
+        asked = [background(partial(ask, *each)) for each in zip(self._prompts, begun, strict=True)]
         for begins in begun:
             begins.wait(_BEGIN_S)
-        others = [Background(partial(displace, at, ids)) for at, ids in enumerate(urgent)]
+        others = [background(partial(displace, at, ids)) for at, ids in enumerate(urgent)]
         for each in others:
             each.result()
         return [each.result() for each in asked]

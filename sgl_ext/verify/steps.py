@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from sgl_ext.errors import ExtError
-from sgl_ext.verify.background import Background
+from sgl_ext.verify.background import background
 from sgl_ext.verify.compare import (
     WINDOW,
     Difference,
@@ -212,7 +212,7 @@ class Verification:
             reply = self._target.answer(each.prompt, _ANSWER, likeliest=True)
             return reply, self._repeated(self._target, each.ids)
 
-        asked = [Background(partial(ask, each)) for each in passages]
+        asked = [background(partial(ask, each)) for each in passages]
         found = [each.result() for each in asked]
         replies, logprobs = [each for each, _ in found], [each for _, each in found]
         return self._line("all at once", self._target, passages, replies, logprobs)
@@ -223,7 +223,7 @@ class Verification:
         if provoked.why_not:
             return Line("preempted", "note", f"not verified: {provoked.why_not}")
         answer = partial(self._target.answer, tokens=ANSWER, likeliest=True)
-        asked = [Background(partial(answer, each.prompt)) for each in passages]
+        asked = [background(partial(answer, each.prompt)) for each in passages]
         calm = [
             each._replace(reply=one.result()) for each, one in zip(passages, asked, strict=True)
         ]

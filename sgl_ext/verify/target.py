@@ -166,7 +166,10 @@ class Target:
                             on_first()
                         events.append(json.loads(line.removeprefix(b"data: ")))
             except (requests.RequestException, ValueError) as error:
-                raise ExtError(f"the answer of {self.url}/generate was cut off: {error}") from None
+                raise ExtError(
+                    f"the answer of {self.url}/generate was cut off: {error}; read the server's "
+                    "log, and send the request again"
+                ) from None
         if not events or "meta_info" not in events[-1]:
             match events[-1:]:
                 case [{"error": {"message": said}}]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sgl_ext.verify.background import Background
+from sgl_ext.verify.background import background
 from sgl_ext.verify.compare import WINDOW, Reply, bounds, difference, diverges_at
 from sgl_ext.verify.preemption import Preemption
 from sgl_ext.verify.steps import not_loaded
@@ -119,6 +119,6 @@ def test_urgent_prompts_fit_the_context() -> None:
 
 
 def test_errors_of_background_calls_are_raised_where_they_are_awaited() -> None:
-    assert Background(lambda: 7).result() == 7
+    assert background(lambda: 7).result() == 7
     with pytest.raises(ZeroDivisionError):
-        Background(lambda: 1 // 0).result()
+        background(lambda: 1 // 0).result()

@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 from prometheus_client import Counter, Gauge, Histogram
 
 _INTERVAL_S = 1.0
+_STAGE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+"""Upper bounds of the durations of stages, in seconds."""
 _PRIORITY = "priority"
 """Label of SGLang's for requests; metrics of a process have no value for it."""
 
@@ -63,6 +65,16 @@ class Metrics:
     def _with(self, own: Sequence[str]) -> tuple[list[str], list[str]]:
         process = {name: of for name, of in self._labels.items() if name not in own}
         return [*process, *own], [*process.values()]
+
+
+def stage_seconds(metrics: Metrics) -> Family[Histogram]:
+    """Creates the metric of the durations of the powers' stages."""
+    return metrics.histogram(
+        "sglang_ext:stage_seconds",
+        "Seconds that a request spent in a stage of a power; a trace has a span of each.",
+        "stage",
+        buckets=_STAGE_BUCKETS,
+    )
 
 
 class Paced:

@@ -30,13 +30,12 @@ def prepare(ext: ExtRuntime, scheduler: Scheduler) -> None:
         ext.costs.chunk = size
     if scheduler.metrics_collector is not None:
         # The import of Prometheus' client reads the directory that SGLang has set by now.
-        from sgl_ext.engine.core.metrics import Metrics
+        from sgl_ext.engine.core.metrics import Metrics, stage_seconds
         from sgl_ext.engine.core.planning_metrics import PlanningMetrics
-        from sgl_ext.engine.core.stage_metrics import StageMetrics
 
         ext.metrics = Metrics(scheduler.metrics_collector.labels)
         ext.planning_metrics = PlanningMetrics(ext.metrics)
-        ext.stage_metrics = StageMetrics(ext.metrics)
+        ext.stage_seconds = stage_seconds(ext.metrics)
 
 
 def subject_of(layout: Layout) -> Subject:

@@ -22,12 +22,13 @@ lower tiers are loaded as a whole also with restore, and the KV of preempted req
 memory does not go on to other tiers."""
 
 if TYPE_CHECKING:
+    from prometheus_client import Histogram
+
     from sgl_ext.engine.chunks.power import ChunksPower
     from sgl_ext.engine.clusters.power import ClustersPower
-    from sgl_ext.engine.core.metrics import Metrics
+    from sgl_ext.engine.core.metrics import Family, Metrics
     from sgl_ext.engine.core.planning_metrics import PlanningMetrics
     from sgl_ext.engine.core.power import Filler, Power
-    from sgl_ext.engine.core.stage_metrics import StageMetrics
     from sgl_ext.engine.peer.power import PeerPower
     from sgl_ext.engine.restore.power import RestorePower
     from sgl_ext.engine.restore.stages import StagedRestorePower
@@ -68,7 +69,7 @@ class ExtRuntime:
     """Factory of this process's metrics; None if SGLang serves no metrics."""
     planning_metrics: PlanningMetrics | None = None
     """Metrics of the cost model; None if SGLang serves no metrics."""
-    stage_metrics: StageMetrics | None = None
+    stage_seconds: Family[Histogram] | None = None
     """Durations of stages of requests; None if SGLang serves no metrics."""
     tiers: TiersPower | None = None
     restore: RestorePower | StagedRestorePower | None = None

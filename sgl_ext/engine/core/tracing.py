@@ -33,8 +33,8 @@ def trace(
         found: attributes of the span.
     """
     ext = runtime.current
-    if seconds and ext is not None and ext.stage_metrics is not None:
-        ext.stage_metrics.observe(stage, seconds)
+    if seconds and ext is not None and ext.stage_seconds is not None:
+        ext.stage_seconds.of(stage).observe(seconds)
     if traced(req):
         add_span(req, stage, seconds, found, ended=ended)
 

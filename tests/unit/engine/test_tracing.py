@@ -12,9 +12,8 @@ from trace_kit import RecordedTrace, time_stats
 
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine.core import runtime
-from sgl_ext.engine.core.metrics import Metrics
+from sgl_ext.engine.core.metrics import Metrics, stage_seconds
 from sgl_ext.engine.core.runtime import ExtRuntime
-from sgl_ext.engine.core.stage_metrics import StageMetrics
 from sgl_ext.engine.core.tracing import trace
 
 
@@ -44,8 +43,8 @@ def test_requests_that_are_not_traced_get_no_span() -> None:
 def test_stages_with_a_duration_are_counted_whether_or_not_they_are_traced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    counted = StageMetrics(Metrics({"model_name": "m"}))
-    ext = ExtRuntime(ExtConfig(), stage_metrics=counted)
+    counted = stage_seconds(Metrics({"model_name": "m"}))
+    ext = ExtRuntime(ExtConfig(), stage_seconds=counted)
     monkeypatch.setattr(runtime, "current", ext)
     recorded = RecordedTrace(enabled=False)
     for seconds in (0.5, 2.0, 0.0):
