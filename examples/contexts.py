@@ -3,7 +3,7 @@
 ./scripts/serve.sh --page-size 16 --ext-config '{"chunks": {}}'    # in another terminal
 .venv/bin/python examples/contexts.py
 
-In each order the question is asked twice: behind the documents' text, which is computed, and behind
+In each order the question is asked twice: after the documents' text, which is computed, and after
 their contexts, which are linked. Linked answers are approximate and may differ.
 """
 

@@ -24,4 +24,4 @@ for url in URLS:
     meta = answer["meta_info"]
     print(f"{url}: {answer['text']!r} in {time.monotonic() - start:.2f} s")
     print(f"  of {meta['prompt_tokens']} tokens: {meta.get('cached_tokens_details')}")
-    time.sleep(2)  # the page goes to the store behind the answer
+    time.sleep(2)  # pages are written to the store asynchronously, after the response

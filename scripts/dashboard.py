@@ -202,8 +202,8 @@ ROWS: dict[str, Sequence[Panel]] = {
             {"{{source}}": rate("clusters_blocks", "source")},
         ),
         Panel(
-            "Stored contexts", "Open contexts, and requests that follow one.", "short",
-            {"open": each("clusters_open"), "followers": each("clusters_followed")},
+            "Stored contexts", "Open contexts, and requests that use one.", "short",
+            {"open": each("clusters_open"), "requests": each("clusters_followed")},
         ),
     ),
     "Swapping and peers": (

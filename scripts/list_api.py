@@ -13,6 +13,7 @@ from typing import Any
 
 from sgl_ext import client, lang, offline
 from sgl_ext.clusters.client import StoredContexts
+from sgl_ext.engine.chunks.offline import EngineContexts
 
 PAGE = Path(__file__).parents[1] / "sgl_ext" / "API.md"
 _INTRODUCTION = """# Python API
@@ -24,10 +25,12 @@ annotations (`py.typed`). The clients import neither torch nor SGLang. Errors ar
 API: dict[str, tuple[Any, ...]] = {
     "sgl_ext.client": (client.ContextCache, client.ContextInfo, client.part),
     "sgl_ext.clusters.client": (StoredContexts,),
-    "sgl_ext.offline": (offline.contexts_of,),
+    "sgl_ext.offline": (offline.contexts_of, EngineContexts),
     "sgl_ext.lang": (lang.chunk,),
 }
 """Public classes and functions, by module."""
+_RETURNED = (EngineContexts,)
+"""Classes that functions return instances of; their constructors are internal."""
 
 
 def page() -> str:
@@ -50,7 +53,7 @@ def _methods(class_: type) -> Iterator[tuple[str, Any]]:
 
 
 def _member(member: Any, name: str, level: int = 3) -> list[str]:
-    signature = str(inspect.signature(member)).replace("'", "")
+    signature = "" if member in _RETURNED else str(inspect.signature(member)).replace("'", "")
     signature = re.sub(r"<function .*? at 0x\w+>", "…", signature)
     doc = inspect.getdoc(member) or ""
     return [

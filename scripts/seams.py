@@ -1,9 +1,9 @@
-"""Reads another SGLang release and says which targets of this package still hold there.
+"""Reports which targets of this package another SGLang release lacks or has changed.
 
 Both releases are parsed, not imported: a release may need packages that are not installed. Exits
-with 1 if a hooked function is gone or has parameters that its hook does not pass on, or if a name,
-a member, an argument or an option that this package uses is gone. Equal names do not prove equal
-behaviour: functions with another body are to be read.
+with 1 if a hooked function is missing or has parameters that its hook does not pass on, or if a
+name, a member, an argument or an option that this package uses is missing. Equal names do not prove
+equal behaviour: review functions with another body by hand.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Finding(NamedTuple):
-    """Target that does not hold."""
+    """Target that is missing or has changed."""
 
     target: str
     what: str
@@ -309,7 +309,7 @@ def main() -> None:
         found = [*check(ours, other)]
         broken = [each for each in found if each.fatal]
         fatal += len(broken)
-        print(f"{title}: {len(broken)} do not hold, {len(found) - len(broken)} to look at")
+        print(f"{title}: {len(broken)} incompatible, {len(found) - len(broken)} to review")
         for each in sorted(found, key=lambda one: not one.fatal):
             target = each.target.removeprefix("sglang.srt.")
             print(f"  {'!' if each.fatal else ' '} {target} {each.what}")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Compares another SGLang release with the installed one: which hooked functions and which members of
-# its classes still hold, and what moved. Nothing is installed: the release is unpacked and read.
+# Compares another SGLang release with the installed one: which hooked functions and class members it
+# lacks, has changed or has moved. Nothing is installed: the release is unpacked and read.
 #
 #   scripts/seams.sh 0.5.22          # a version on the package index
 #   scripts/seams.sh sglang-….whl    # a wheel

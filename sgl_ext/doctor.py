@@ -113,7 +113,8 @@ def _hooks() -> Check:
     found = last[-1] if last else f"exit code {result.returncode}"
     if result.returncode != 0:
         return Check("hooks", "fail", found, "reinstall with scripts/setup.sh")
-    return Check("hooks", "ok", f"all hooks and seams are available; {found}")
+    present = "all hooked SGLang functions and required extension points are present"
+    return Check("hooks", "ok", f"{present}; {found}")
 
 
 def _memory() -> Check:

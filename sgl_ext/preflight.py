@@ -153,7 +153,6 @@ def _sections(config: ExtConfig) -> Iterator[Check]:
         yield Check(name, "ok", f"on{probed}")
         if isinstance(section, Tiers):
             yield _profiles()
-        if isinstance(section, Tiers):
             yield from _tiers(section, config.swap)
         if isinstance(section, Clusters):
             for directory in section.directories:

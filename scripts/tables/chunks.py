@@ -117,7 +117,7 @@ TABLES: dict[str, Table | Figures] = {
         },
         [
             Column("seconds each, p50", "context_s_p50", S, {"what": "creation"}),
-            Column("to stock SGLang", "over_stock", TIMES, {"what": "creation"}),
+            Column("relative to stock SGLang", "over_stock", TIMES, {"what": "creation"}),
         ],
     ),
 }  # fmt: skip

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tables.forms import MS, PERCENT, Column, Figures, Table, form, systems
+from tables.forms import MS, PERCENT, Column, Figures, Table, form
 
 _ARRANGEMENTS = {
     "16 consecutive tokens": {"system": "pages"},
-    "consecutive tokens, of our size": {"system": "position"},
-    "none": {"system": "entry"},
-    "similar ones (ours)": {"system": "ours"},
+    "consecutive tokens, block size of sgl_ext": {"system": "position"},
+    "none (single entries)": {"system": "entry"},
+    "similar entries (sgl_ext default)": {"system": "ours"},
 }
 _SHARES = (("a twentieth", 0.05), ("a tenth", 0.1), ("a quarter", 0.25))
 
@@ -16,7 +16,10 @@ TABLES: dict[str, Table | Figures] = {
     "clusters": Table(
         "clusters",
         "a tenth of the entries, selected by",
-        systems("ours", "ours, entry by entry", "ours, by position", "Swarm as written"),
+        {
+            name.replace("ours", "sgl_ext"): {"system": name}
+            for name in ("ours", "ours, entry by entry", "ours, by position", "Swarm as written")
+        },
         [
             mass := Column("relative mass", "mass", form(3), {"what": "mass of 10%"}),
             mass._replace(title="worst layer", key="worst_layer"),
@@ -70,7 +73,7 @@ TABLES: dict[str, Table | Figures] = {
             "one context": {"what": "joined 1, 10%"},
             "two contexts": {"what": "joined 2, 10%"},
             "four contexts": {"what": "joined 4, 10%"},
-            "four contexts, of which the last is followed": {
+            "four contexts, of which only the last is used": {
                 "what": "joined the last part alone, 10%"
             },
         },
@@ -200,13 +203,13 @@ TABLES: dict[str, Table | Figures] = {
     ),
     "clusters-entries": Table(
         "clusters-devices-entries",
-        "an entry has; entries that share a block",
+        "size of an entry; entries that share a block",
         {
             f"{size:,} B; {name}": {"entry_bytes": size, "system": system}
             for size in (768, 2304, 4608, 18_432)
             for name, system in (
-                ("16 consecutive tokens", "pages"), ("none", "entry"),
-                ("similar ones (ours)", "ours"),
+                ("16 consecutive tokens", "pages"), ("none (single entries)", "entry"),
+                ("similar entries (sgl_ext default)", "ours"),
             )
         },
         [

@@ -1,4 +1,4 @@
-"""Tables of the section Workloads that people know."""
+"""Tables of the section Standard workloads."""
 
 from __future__ import annotations
 

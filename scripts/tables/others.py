@@ -35,7 +35,7 @@ TABLES: dict[str, Table | Figures] = {
             "TTFT, 4,096 new tokens": {"what": "server cold"},
             "TTFT, 16 new tokens over 4,096 cached": {"what": "server hot TTFT"},
         },
-        compared(Column("stock", "ms_p50", form(2, " ms")), "stock", "ours", "ours"),
+        compared(Column("stock", "ms_p50", form(2, " ms")), "stock", "sgl_ext", "ours"),
     ),
     "decode": Table(
         "memory",
@@ -141,16 +141,16 @@ TABLES: dict[str, Table | Figures] = {
         "memory",
         "ratio",
         {
-            "decode over 4,096 tokens: gathering them first to reading them in place": (
+            "decode over 4,096 tokens: time with a gather / time in place": (
                 "decode_4096_speedup_vs_gather", TIMES,
             ),
-            "… bandwidth of attention in place to that of a plain read": (
+            "… bandwidth of attention in place / of a plain read": (
                 "decode_fraction_of_memory_bandwidth", TIMES,
             ),
-            "… time on the slab to time on a layer-major pool": (
+            "… time on the slab / on a layer-major pool": (
                 "decode_ratio_vs_layer_major", TIMES,
             ),
-            "prefill of 4,096 tokens: time on the slab to time on a layer-major pool": (
+            "prefill of 4,096 tokens: time on the slab / on a layer-major pool": (
                 "prefill_ratio_vs_layer_major", TIMES,
             ),
         },
@@ -159,25 +159,25 @@ TABLES: dict[str, Table | Figures] = {
         "together",
         "ratio",
         {
-            "TTFT p50 of the trace, all sections to the best single system": (
+            "TTFT p50 of the trace: all sections / best single system": (
                 "mixed_trace_ttft_p50_ratio_vs_best_single", TIMES,
             ),
             "TTFT p95, likewise": (
                 "mixed_trace_ttft_p95_ratio_vs_best_single", TIMES,
             ),
-            "TTFT p50, all sections to all that decide alone": (
+            "TTFT p50: all sections / all sections, each decides alone": (
                 "mixed_trace_ttft_p50_ratio_vs_all_independent", TIMES,
             ),
-            "TTFT p95, all sections to all that decide alone": (
+            "TTFT p95: all sections / all sections, each decides alone": (
                 "mixed_trace_ttft_p95_ratio_vs_all_independent", TIMES,
             ),
-            "TTFT of linked prompts, restored from an SSD to staged": (
+            "TTFT of linked prompts: restored from an SSD / staged": (
                 "linked_from_ssd_ttft_ratio_vs_staged", TIMES,
             ),
-            "time to resume a preempted request, from an SSD to recomputed": (
+            "time to resume a preempted request: from an SSD / recomputed": (
                 "swap_to_ssd_ttft_ratio_vs_recompute", TIMES,
             ),
-            "tokens recomputed after a peer reclaims memory, with tiers to without": (
+            "tokens recomputed after a peer reclaims memory: with tiers / without": (
                 "reclaim_tokens_recomputed_ratio", form(3),
             ),
         },

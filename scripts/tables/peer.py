@@ -9,7 +9,7 @@ _RECORD = "peer-context-resize-interference"
 TABLES: dict[str, Table | Figures] = {
     "peer-arrivals": Table(
         "peer-arrivals",
-        "256 new tokens behind 20,000",
+        "256 new tokens after 20,000",
         {"one by one": {"what": "alone"}, "as they arrive": {"what": "arrivals"}},
         [
             column._replace(title=f"{title}, {column.title}", match={"system": system})
@@ -37,7 +37,7 @@ TABLES: dict[str, Table | Figures] = {
     ),
     "peer-ttft": Table(
         "peer-ttft",
-        "256 new tokens behind KV that local memory does not hold",
+        "256 new tokens after KV that local memory does not hold",
         {
             "both links slowed as in the paper's Figure 1; two layers' buffers": {
                 "what": "ttft, throttled"
@@ -63,7 +63,7 @@ TABLES: dict[str, Table | Figures] = {
             for tokens in (640, 6144)
             for title, key, shown in (
                 ("borrowed", "borrowed_share", PERCENT),
-                ("TPOT to own memory's", "over_own", TIMES),
+                ("TPOT relative to local memory only", "over_own", TIMES),
             )
         ],
     ),
@@ -84,11 +84,14 @@ TABLES: dict[str, Table | Figures] = {
         _RECORD,
         "ratio",
         {
-            "longest request, of Eq. 5 (the least of the three)": ("capacity_vs_formula", form(2)),
-            "time to lend and reclaim a block, 100,000 blocks to 1,000": ("resize_us_ratio", TIMES),
-            "worker's TTFT, its master's decoding in lent memory to an unrelated server's": (
-                "worker_ttft_slowdown", TIMES,
+            "longest request / bound of Eq. 5 (minimum of the three setups)": (
+                "capacity_vs_formula", form(2),
             ),
+            "time to lend and reclaim a block, with 100,000 blocks / with 1,000": (
+                "resize_us_ratio", TIMES,
+            ),
+            "worker's TTFT while its master decodes in lent memory / while an unrelated server "
+            "decodes": ("worker_ttft_slowdown", TIMES),
             "worker's TPOT, likewise": ("worker_tpot_slowdown", TIMES),
         },
     ),

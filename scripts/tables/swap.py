@@ -9,12 +9,12 @@ TABLES: dict[str, Table | Figures] = {
         "swap-link",
         "preempted requests are",
         {
-            "recomputed": {"system": "recompute"},
-            "recomputed beside a tier": {"system": "recompute beside a tier"},
+            "recomputed, without `tiers`": {"system": "recompute"},
+            "recomputed, with `tiers`": {"system": "recompute beside a tier"},
             "swapped page by page, all wait (vLLM's way, FastSwitch §2.2)": {
                 "system": "per page, waiting"
             },
-            "swapped by this section": {"system": "ours"},
+            "swapped by sgl_ext `swap`": {"system": "ours"},
         },
         [
             link := Column("TTFT, p95", "ttft_p95_s", S, {"what": "link"}),
@@ -37,19 +37,19 @@ TABLES: dict[str, Table | Figures] = {
                 ("TTFT, p95", "ttft_p95_s", S), ("tokens/s", "tokens_per_s", form(0)),
             )
             for name, system in (
-                ("recomputed beside a tier", "recompute beside a tier"),
+                ("recomputed, with `tiers`", "recompute beside a tier"),
                 ("page by page", "per page, waiting"),
-                ("this section", "ours"), ("the same again", "ours, again"),
+                ("sgl_ext `swap`", "ours"), ("sgl_ext `swap`, second server", "ours, again"),
             )
         ],
     ),
     "swap-efficiency": Table(
         "swap-efficiency",
-        "tokens per second of 5 iterations, behind the link",
+        "tokens per second of 5 iterations, over the slowed link",
         {
             "swapped page by page, all wait": {"system": "per page, waiting"},
-            "this section, all swaps wait": {"system": "ours, all swaps wait"},
-            "this section": {"system": "ours"},
+            "sgl_ext `swap`, all swaps wait": {"system": "ours, all swaps wait"},
+            "sgl_ext `swap`": {"system": "ours"},
         },
         [
             Column(rank, rank, form(0), {"what": "efficiency, quantiles"})
@@ -58,7 +58,7 @@ TABLES: dict[str, Table | Figures] = {
     ),
     "swap-sweeps": Table(
         "swap-sweeps",
-        "behind the link",
+        "over the slowed link",
         {
             label: {"what": f"sweep, {what}"}
             for label, what in (
@@ -79,20 +79,20 @@ TABLES: dict[str, Table | Figures] = {
                 ("between tokens, p99.9", "tbt_p99.9_ms", MS),
             )
             for name, system in (
-                ("page by page", "per page, waiting"), ("this section", "ours"),
+                ("page by page", "per page, waiting"), ("sgl_ext `swap`", "ours"),
             )
         ],
     ),
     "swap-without": Table(
         "swap-sweeps",
-        "1.3 of the capacity, behind the link",
+        "1.3 of the capacity, over the slowed link",
         {
-            "this section": {"system": "ours"},
+            "sgl_ext `swap`": {"system": "ours"},
             "copies page by page": {"system": "ours, page by page"},
             "swap-out waits for its copies": {"system": "ours, swap-out waits"},
             "swap-in always waits": {"system": "ours, swap-in waits"},
             "swap-in never waits": {"system": "ours, swap-in never waits"},
-            "swaps pages out again that host memory has": {"system": "ours, no reuse"},
+            "also swaps out pages that host memory has": {"system": "ours, no reuse"},
         },
         [
             Column(title, key, shown, {"what": "sweep, without"})
@@ -119,7 +119,7 @@ TABLES: dict[str, Table | Figures] = {
         "conversations of up to 2,048 tokens",
         {
             "swapped page by page": {"system": "per page, waiting"},
-            "this section": {"system": "ours"},
+            "sgl_ext `swap`": {"system": "ours"},
         },
         [
             Column(title, key, shown, {"what": "long"})

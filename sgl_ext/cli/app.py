@@ -95,9 +95,9 @@ def text_of(file: Path) -> str:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ExtError(f"{file} cannot be read: {why}; give the path of a text in UTF-8") from None
+        raise ExtError(f"{file} cannot be read: {why}; give a UTF-8 text file") from None
     if not text.strip():
-        raise ExtError(f"{file} has no text; give a file with some")
+        raise ExtError(f"{file} is empty; give a file that contains text")
     return text
 
 

@@ -54,7 +54,7 @@ def warm(
     cache_salt: SaltOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Computes the KV of prompts before they come."""
+    """Precomputes the KV of prompts so that later requests hit the cache."""
     target, done = Target(url, api_key), []
     with failing(), progress("computing") as tell:
         for number, file in enumerate(files):

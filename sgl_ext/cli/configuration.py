@@ -48,7 +48,7 @@ def init(
 ) -> None:
     """Writes a commented configuration to start from, sized for this machine."""
     if use not in STARTERS:
-        fail(f"{use!r} is none of {', '.join(STARTERS)}", 2)
+        fail(f"unknown use {use!r}; choose one of {', '.join(STARTERS)}", 2)
     with failing(OSError):
         text = starter(use, [each.absolute() for each in directory or ()])
         if as_json:
@@ -116,7 +116,10 @@ def calibrate(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measures computing, decoding and loading for the tiers; further arguments go to SGLang."""
+    """Measures the costs of prefill, decode and tier loads for the cost model.
+
+    Further arguments go to SGLang.
+    """
     import msgspec
 
     from sgl_ext.calibration.profile import calibrate as measure

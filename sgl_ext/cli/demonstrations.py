@@ -21,13 +21,13 @@ def demo(
 ) -> None:
     """Shows what a power does: starts servers on a small model, and compares before and after.
 
-    It takes about a minute on 2 cores, most of it to start servers; the first time the model is
-    downloaded as well.
+    Takes 1 to 1.5 minutes on 2 cores, mostly server start-up; the first run also downloads the
+    model.
     """
     from sgl_ext.demo.powers import DEMOS
 
     if power not in DEMOS:
-        fail(f"{power!r} is none of {', '.join(DEMOS)}", 2)
+        fail(f"unknown power {power!r}; choose one of {', '.join(DEMOS)}", 2)
     began = time.monotonic()
     sides = []
     with failing(OSError), progress("starting servers") as tell:

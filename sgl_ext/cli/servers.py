@@ -38,7 +38,7 @@ def verify(
     against: Annotated[
         Optional[str],  # noqa: UP045  (typer reads it)
         typer.Option(
-            help="URL of a server of the same model whose answers count as right, such as stock "
+            help="URL of a server of the same model whose answers are the reference, such as stock "
             "SGLang's."
         ),
     ] = None,
@@ -74,7 +74,7 @@ def verify(
     other = None if against is None else Target(against, against_api_key)
     lines: list[Line] = []
     broken = None
-    with failing(), progress("asking the server") as tell:
+    with progress("asking the server") as tell:
         try:
             verification = Verification(
                 Target(url, api_key, admin_api_key), passages=passages, length=length,

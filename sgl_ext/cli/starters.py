@@ -51,8 +51,9 @@ chunks:
   automatic: false
 """
 _CLUSTERS = """\
-# Texts that are too large for memory are stored once, by POST /ext/clusters or sgl-ext store.
-# Answers to requests that name one in "ext_stored" read a tenth of it, and are approximate.
+# Texts that are too large for memory are stored once, by POST /ext/clusters or by
+# sgl-ext stored store. Requests that name one in "ext_stored" read a tenth of it; their answers are
+# approximate.
 # Remove the section with --tp-size above 1 or with LoRA.
 clusters:
   directories: [{stored}]
@@ -115,7 +116,9 @@ def starter(use: str, directories: Sequence[Path] = ()) -> str:
     if directories and "tiers" not in _PARTS[use]:
         raise ExtError(f"{use} stores no KV on SSDs; omit the directories")
     if missing := [str(each) for each in directories if not each.is_dir()]:
-        raise ExtError(f"{', '.join(missing)} is not a directory; create it on an SSD")
+        raise ExtError(
+            f"not a directory: {', '.join(missing)}; create each directory, or give another path"
+        )
     states = [each.stat() for each in directories]
     if len({(each.st_dev, each.st_ino) for each in states}) < len(states):
         raise ExtError("a directory is given twice; give one for each device")

@@ -30,12 +30,13 @@ from sgl_ext.cli.app import (
 from sgl_ext.clusters.client import StoredContexts
 
 _stored = typer.Typer(
-    no_args_is_help=True, help="Contexts on SSDs that requests follow, of the clusters section."
+    no_args_is_help=True,
+    help="Stored contexts on SSDs, for requests to attend to (clusters section).",
 )
 app.add_typer(_stored, name="stored")
 
 
-@app.command()
+@app.command(hidden=True)
 @_stored.command("store")
 def store(
     file: Annotated[Path, typer.Argument(help="Text of the context, in UTF-8.")],
@@ -105,7 +106,7 @@ def delete(
     cache_salt: SaltOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Deletes stored contexts; requests that follow them run to their end."""
+    """Deletes stored contexts; requests that use them run to their end."""
     delete = StoredContexts(url, admin_api_key or api_key, cache_salt).delete
     delete_each(delete, ids, as_json=as_json)
 
@@ -127,7 +128,7 @@ def cluster(
     ] = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Stores a recorded context on devices, so that requests can follow it."""
+    """Stores a recorded context on devices, so that requests can use it."""
     from sgl_ext.clusters.job import store as write
     from sgl_ext.clusters.paths import new_id
 

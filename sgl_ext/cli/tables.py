@@ -106,20 +106,20 @@ def _chunks(found: State, state: State) -> str:
 
 def _restore(found: State, _state: State) -> str:
     tokens = [
-        f"{count:,} computed meanwhile" if source == "computed" else f"{count:,} from {source}"
+        f"{count:,} computed during loading" if source == "computed" else f"{count:,} from {source}"
         for source, count in found["tokens"].items()
     ]
     return (
         f"{found['prompts']:,} prompts restored"
         + (f": {', '.join(tokens)} (tokens)" if tokens else "")
-        + f"; {found['interrupted']:,} interrupted for others"
+        + f"; {found['interrupted']:,} preempted by other restorations"
     )
 
 
 def _swap(found: State, _state: State) -> str:
     return (
         f"{found['swapped_out']:,} requests swapped out, {found['swapped_in']:,} resumed, "
-        f"{found['swapped']:,} out now; {found['recomputed']:,} recomputed "
+        f"{found['swapped']:,} currently swapped out; {found['recomputed']:,} recomputed "
         f"({found['recomputed_tokens']:,} tokens); {found['stored_bytes'] / 1e6:,.0f} MB copied to "
         "host memory"
     )
@@ -134,7 +134,7 @@ def _clusters(found: State, _state: State) -> str:
     blocks = ", ".join(f"{count / total:.0%} {what}" for what, count in read.items() if total)
     lost = sum(len(each["lost"]) for each in opened)
     return (
-        f"{len(opened)} contexts open, {found['followed']} requests follow"
+        f"{len(opened)} contexts open, {found['followed']} requests using them"
         + (f"; blocks: {blocks.replace('_', ' ')}" if blocks else "")
         + (f"; {lost} devices lost" if lost else "")
     )

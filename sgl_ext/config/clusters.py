@@ -39,7 +39,14 @@ class Clusters(Section):
     @model_validator(mode="after")
     def _within(self) -> Self:
         if self.copies > len(self.directories):
-            raise ValueError("more copies than directories; add directories")
+            count = len(self.directories)
+            raise ValueError(
+                f"copies is {self.copies}, but the number of directories is {count}; add "
+                "directories, or lower copies"
+            )
         if self.sparsity > self.largest:
-            raise ValueError("sparsity exceeds largest; raise largest")
+            raise ValueError(
+                f"sparsity {self.sparsity} exceeds largest {self.largest}; raise largest, or lower "
+                "sparsity"
+            )
         return self

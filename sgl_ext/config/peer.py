@@ -19,14 +19,15 @@ class Peer(Section):
     It has one master."""
     capacity: Bytes | None = None
     """Most bytes that a master borrows from all workers together (required), or that a worker
-    lends (None: all but ``keep``)."""
+    lends (None: all but a few blocks and ``keep``)."""
     granularity: Literal["auto", "unit", "block"] = "auto"
     """Unit in which a worker lends. ``unit``: whole blocks of both models (the minimum elastic
     unit); ``block``: any number of memory pages; ``auto``: whichever suits the sizes."""
     keep: Annotated[int, Field(ge=0, le=1 << 40, strict=True)] = 0
     """Tokens that a worker never lends."""
     window: Seconds = 60.0
-    """Time in seconds for which a worker does not lend what its requests have needed together."""
+    """Sliding window in seconds: the worker keeps the peak total KV need of its requests within
+    it."""
     deadline: Seconds = 10.0
     """Time in which a master must return memory that a worker reclaims, in seconds. After it, the
     worker puts other memory in its place."""
@@ -48,7 +49,9 @@ class Peer(Section):
     @model_validator(mode="after")
     def _of_the_role(self) -> Self:
         if self.role == "master" and self.capacity is None:
-            raise ValueError("role master requires capacity, the most bytes that it borrows")
+            raise ValueError(
+                "role master requires capacity; give the maximum number of bytes that it borrows"
+            )
         if self.role == "worker" and (self.stream != "direct" or self.emulate or self.busy_rate):
             raise ValueError("stream, busy_rate and emulate require role master; remove them")
         lends = self.keep != 0 or self.window != 60.0 or self.granularity != "auto"

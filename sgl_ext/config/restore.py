@@ -25,7 +25,8 @@ class Restore(Section):
     chunk: Annotated[int, Field(ge=1, le=1 << 20, strict=True)] = 512
     """Maximum tokens that are computed at a time while others load."""
     ageing: Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)] = 0.5
-    """Seconds of remaining time that a second of waiting is worth (``shortest``)."""
+    """Ageing rate: each second of waiting lowers a request's estimated remaining time by this many
+    seconds (``shortest``)."""
     host: Literal["auto", "tokens", "layers", "never"] = "auto"
     """Part of a prefix in host memory that is computed while the rest loads. ``tokens``: the first
     tokens; ``layers``: the lower layers; ``never``: none; ``auto``: whichever is faster for the

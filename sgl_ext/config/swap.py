@@ -50,10 +50,10 @@ class Swap(Section):
     """Way in which KV is loaded. ``overlap``: other requests decode meanwhile; ``wait``: they wait;
     ``auto``: whichever costs fewer tokens."""
     quantum: Annotated[int, Field(ge=1, le=1 << 30, strict=True)] = 50
-    """Iterations of a turn (``round-robin``); tokens that clients may differ by, generated ones
-    counting twice (``token-counter``)."""
+    """``round-robin``: iterations per turn; ``token-counter``: bucket size in weighted tokens
+    (generated tokens count twice); clients in the same bucket do not preempt each other."""
     ageing: Annotated[int, Field(ge=1, le=1 << 30, strict=True)] = 1000
-    """Iterations of waiting that are worth one priority (``static``)."""
+    """Waiting iterations after which a request's priority rises by one (``static``)."""
 
     @property
     def experiment(self) -> SwapExperiment:

@@ -60,8 +60,9 @@ class Tiers(Section):
     ssd: SsdTier | None = None
     remote: RemoteTier | None = None
     layout: Literal["token_major", "layer_major"] = "token_major"
-    """Order within a page beyond the device. ``layer_major``: SSDs can load a page by layers, for
-    which restoration of short prefixes is faster; copies are more and smaller."""
+    """Order within a page beyond the device. With ``layer_major``, layers of a page can be loaded
+    from SSD separately, which speeds up ``restore`` for short prefixes but makes copies smaller and
+    more numerous."""
     staging: Bytes = ByteSize(256 << 20)
     """Bytes of host memory for pages in transit, if there is no host tier."""
     wait: Seconds = 10.0
@@ -72,7 +73,7 @@ class Tiers(Section):
     @classmethod
     def _not_empty(cls, tier: object) -> object:
         if tier is None:  # a key without a value in YAML
-            raise ValueError("the tier has no values: write its keys below it, or remove it")
+            raise ValueError("the tier has no values; write its keys below it, or remove it")
         return tier
 
     @model_validator(mode="after")

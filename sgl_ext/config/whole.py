@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ValidationError, ValidationInfo, field_validator, model_validator
 
 from sgl_ext.config.chunks import Chunks
 from sgl_ext.config.clusters import Clusters
@@ -68,9 +68,12 @@ class ExtConfig(Section):
 
     @field_validator(*SECTIONS, mode="before")
     @classmethod
-    def _not_empty(cls, section: object) -> object:
+    def _not_empty(cls, section: object, info: ValidationInfo) -> object:
         if section is None:  # a key without a value in YAML, which may mean on or off
-            raise ValueError("the section is empty: write {} to enable it, or remove it")
+            name = str(info.field_name)
+            raise ValueError(
+                f"the section is empty; write, for example, {name}: {EXAMPLES[name]}, or remove it"
+            )
         return section
 
     @model_validator(mode="after")
@@ -95,8 +98,8 @@ class ExtConfig(Section):
     def _tokens_of_pages(self) -> Self:
         if self.chunks and self.tiers and self.tiers.layout == "layer_major":
             raise ValueError(
-                "chunks link tokens of pages in host memory, which tiers.layout layer_major "
-                "divides by layers; remove tiers.layout, or the chunks section"
+                "chunks copies single tokens out of host-memory pages and does not support "
+                "tiers.layout layer_major; remove tiers.layout, or the chunks section"
             )
         return self
 
@@ -169,7 +172,10 @@ def _describe(problem: Any) -> str:
         return message
     if not where:
         return f"expected sections ({', '.join(SECTIONS)}), found {_echo(found)}"
-    return f"{where!r}: {message}, found {_echo(found)}"
+    what, remedy = message, ""
+    if problem["type"] == "value_error":
+        what, _, remedy = message.partition("; ")
+    return f"{where!r}: {what}, found {_echo(found)}" + (f"; {remedy}" if remedy else "")
 
 
 def _fields_at(location: list[str]) -> list[str]:

@@ -42,7 +42,7 @@ def of_reply(title: str, reply: Reply) -> Side:
         sources.append(f"{computed:,} tokens computed")
     for entry in reply.entries:
         if entry["power"] == "clusters":
-            sources.append(f"{entry['tokens']:,} tokens followed, {entry['sparsity']:.0%} read")
+            sources.append(f"{entry['tokens']:,} tokens stored, {entry['sparsity']:.0%} read")
     rows = {
         "first token": f"{reply.seconds:.2f} s",
         "KV from": "\n".join(sources),

@@ -26,7 +26,7 @@ def test_a_column_says_where_kv_came_from() -> None:
     assert side.seconds == 0.256
     assert side.rows == {
         "first token": "0.26 s",
-        "KV from": "2,000 tokens ssd\n13 tokens computed\n701 tokens followed, 10% read",
+        "KV from": "2,000 tokens ssd\n13 tokens computed\n701 tokens stored, 10% read",
         "answer": "under the oak.",
     }
 
@@ -47,4 +47,4 @@ def test_the_table_compares_the_columns(monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_unknown_power_is_named() -> None:
     result = CliRunner().invoke(app, ["demo", "other"])
     assert result.exit_code == 2
-    assert "none of tiers" in result.stderr
+    assert "unknown power 'other'; choose one of tiers" in result.stderr

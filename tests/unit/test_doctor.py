@@ -46,7 +46,10 @@ def test_this_machine_runs_the_default_configuration() -> None:
     assert {"Python", "torch", "SGLang", "accelerator", "hooks", "huge pages", "native parts",
             "io_uring", "shared memory", *SECTIONS} <= set(names)  # fmt: skip
     hooks = next(check for check in report["checks"] if check["name"] == "hooks")
-    assert hooks["found"] == "all hooks and seams are available; platform NativeCpuPlatform"
+    assert hooks["found"] == (
+        "all hooked SGLang functions and required extension points are present; "
+        "platform NativeCpuPlatform"
+    )
 
 
 @pytest.mark.parametrize("found", ["cuda", "rocm"])

@@ -72,8 +72,9 @@ def test_every_power_is_shown_within_the_width(width: int) -> None:
     for words in (
         "7 prompts, 9,000 tokens linked (100%, 9.0 s saved), 80 recomputed",
         "2 recomputed (500 tokens); 12 MB copied to host memory",
-        "3 prompts restored: 5,000 from ssd, 1,200 computed meanwhile (tokens); 4 interrupted",
-
+        "3 prompts restored: 5,000 from ssd, 1,200 computed during loading (tokens); "
+        "4 preempted by other restorations",
+        "8 resumed, 1 currently swapped out; ", "requests using them",
         "9 requests swapped out, 8 resumed", "1 contexts open", "75% in memory", "1 devices lost",
     ):  # fmt: skip
         assert words in flat

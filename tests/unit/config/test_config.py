@@ -163,9 +163,31 @@ def test_errors_about_malformed_files_have_one_line(tmp_path: Path, content: str
 
 def test_a_null_section_is_refused(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("chunks:\n")
+    wanted = "'chunks': the section is empty, found None; write, for example, chunks: {}, or remove"
     for source in (tmp_path / "c.yaml", '{"chunks": null}'):
-        assert "the section is empty: write {} to enable it" in error_of(source)
+        assert wanted in error_of(source)
     assert load({"chunks": {}}).sections() == {"chunks": load({"chunks": {}}).chunks}
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_the_example_for_an_empty_section_is_valid(name: str) -> None:
+    message = error_of({"tiers": {"host": {"capacity": "4GiB"}}, name: None})
+    example, _, _ = message.partition(f"write, for example, {name}: ")[2].partition(", or remove")
+    section = {name: json.loads(example)}
+    assert load({"tiers": {"host": {"capacity": "4GiB"}}} | section).sections()[name]
+
+
+def test_an_error_states_the_problem_the_value_and_the_remedy() -> None:
+    clusters = {"directories": ["/a"], "copies": 2}
+    problem = "'clusters': copies is 2, but the number of directories is 1"
+    assert f"{problem}, found {clusters}; add directories, or lower copies" in error_of(
+        {"clusters": clusters}
+    )
+    clusters = {"directories": ["/a"], "sparsity": 0.5}
+    problem = "'clusters': sparsity 0.5 exceeds largest 0.25"
+    assert f"{problem}, found {clusters}; raise largest, or lower sparsity" in error_of(
+        {"clusters": clusters}
+    )
 
 
 def test_deep_inline_json_is_refused_and_a_byte_order_mark_is_ignored() -> None:
@@ -181,8 +203,9 @@ def test_a_master_address_without_host_and_port_is_refused(master: str) -> None:
 @pytest.mark.parametrize("term", [{"keep": 1}, {"window": "1s"}, {"granularity": "unit"}])
 def test_terms_of_lending_are_refused_for_a_master(term: dict[str, object]) -> None:
     master = {"role": "master", "directory": "/run/peers", "capacity": "1GiB"}
-    wanted = "keep, window and granularity require role worker; remove them"
-    assert wanted in error_of({"peer": {**master, **term}})
+    message = error_of({"peer": {**master, **term}})
+    assert "keep, window and granularity require role worker, found " in message
+    assert message.endswith("; remove them")
     described = load({"peer": master}).resolved()  # has them with their defaults
     assert load(described).peer == load({"peer": master}).peer
 
@@ -205,7 +228,8 @@ def test_duplicate_or_empty_directories_are_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     directories = [str(tmp_path), str(tmp_path / "link")]
     message = error_of({"tiers": {"ssd": {"directories": directories, "capacity": "1GiB"}}})
-    assert f"{tmp_path}: the same directory is given twice; list each directory once" in message
+    assert f"{tmp_path}: the same directory is given twice, found [" in message
+    assert message.endswith("; list each directory once")
     assert "the same directory is given twice" in error_of(
         {"clusters": {"directories": directories}}
     )
@@ -233,7 +257,7 @@ def test_invalid_restore_options_are_refused(restore: dict[str, object], message
 
 def test_incomplete_or_conflicting_sections_are_refused() -> None:
     assert "restore requires a tiers section to restore from" in error_of({"restore": {}})
-    assert "no tier is given; add host, ssd or remote" in error_of({"tiers": {}})
+    assert "no tier is given, found {}; add host, ssd or remote" in error_of({"tiers": {}})
     tiers = {"host": {"capacity": "1GiB"}, "layout": "layer_major"}
     assert "remove tiers.layout, or the chunks section" in error_of({"tiers": tiers, "chunks": {}})
     assert load({"tiers": tiers}).tiers is not None
