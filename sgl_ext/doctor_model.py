@@ -27,7 +27,8 @@ def linking(model: Path, config: ExtConfig) -> Check:
         return Check(_NAME, "note", "skipped", "add a chunks section to the configuration")
     chosen = config.resolved()
     # Without the directory of contexts, which a running server may have open.
-    sections = {"memory": chosen["memory"], "chunks": {**chosen["chunks"], "directory": None}}
+    sections = {key: chosen[key] for key in ("memory", "start_deadline")}
+    sections["chunks"] = {**chosen["chunks"], "directory": None}
     arguments = ("--max-total-tokens", _TOKENS, *server.extension(sections))
     system = server.System("doctor", arguments)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from typing import Literal
 from sgl_ext.config import SECTIONS, Chunks, Clusters, ExtConfig, Peer, Swap, Tiers
 from sgl_ext.engine.cpu import platform as cpu
 from sgl_ext.errors import ExtError
+from sgl_ext.memory.direct_io import takes_direct_io
 from sgl_ext.memory.limits import available_memory
 from sgl_ext.packages import cache_dir
 from sgl_ext.peer.directory import DirectoryError, address, lock, socket_path
@@ -279,7 +279,7 @@ def _ssd_directory(section: str, directory: Path, capacity: int) -> Check:
         )
     free = f"{size_text(usage.free)} free"
     try:
-        direct = _takes_direct_io(directory)
+        direct = takes_direct_io(directory)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return Check(name, "note", "full", "existing KV is served, and overwritten")
@@ -289,26 +289,6 @@ def _ssd_directory(section: str, directory: Path, capacity: int) -> Check:
     if not direct:
         return Check(name, "note", f"{free}, no O_DIRECT", "reads go through the page cache")
     return Check(name, "ok", f"{free}, O_DIRECT")
-
-
-def _takes_direct_io(directory: Path) -> bool:
-    """Returns whether a file in ``directory`` accepts a write with O_DIRECT.
-
-    Some file systems accept the flag and refuse only the write.
-    """
-    with tempfile.NamedTemporaryFile(dir=directory, prefix=".sgl_ext-doctor-") as file:
-        try:
-            descriptor = os.open(file.name, os.O_RDWR | os.O_DIRECT)
-            try:
-                with mmap.mmap(-1, mmap.PAGESIZE) as block:
-                    os.write(descriptor, block)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                return False
-            raise
-    return True
 
 
 def _found_and_todo(message: str) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from sgl_ext.config import ExtConfig, Tiers
+from sgl_ext.config.values import Section
 from sgl_ext.errors import ExtError
 from sgl_ext.packages import cache_dir
 from sgl_ext.planning.compute_cost import DecodeCost, fit
@@ -34,7 +35,7 @@ _TOGETHER = (1, 2, 4, 8)
 _DECODED = 16
 """Tokens that each of them generates."""
 _OWN = ("--api-key", "--admin-api-key", "--ssl-certfile", "--ssl-keyfile")
-"""Arguments of a server that the measured servers do not take: nobody else reaches them."""
+"""Arguments that calibrate does not accept: its servers are local."""
 
 
 def calibrate(
@@ -69,8 +70,8 @@ def calibrate(
     deadline = config.start_deadline
     if own := sorted({*_OWN} & {each.partition("=")[0] for each in arguments}):
         raise ExtError(
-            f"{', '.join(own)}: a server that is measured takes no key and no certificate, because "
-            "nobody else reaches it; remove this from the arguments"
+            f"calibrate starts its own local servers and does not accept {', '.join(own)}; remove "
+            "these arguments"
         )
     with server.logs("sgl_ext-calibrate-") as folder:
         tiers = [*_one_by_one(config.tiers)]
@@ -99,9 +100,9 @@ def calibrate(
 
 
 def _system(name: str, config: ExtConfig, arguments: Sequence[str]) -> server.System:
-    """Returns a server with the sections of ``config`` that are measured."""
+    """Returns a server with the parts of ``config`` that are measured or needed to start."""
     resolved = config.resolved()
-    measured = ("memory", "tiers", "restore")
+    measured = ("memory", "tiers", "restore", "start_deadline")
     sections = {name: resolved[name] for name in measured if name in resolved}
     command = (*arguments, *server.extension(sections))
     return server.System(name, command)
@@ -116,9 +117,14 @@ def _one_by_one(wanted: Tiers) -> Iterator[tuple[str, AbstractContextManager[Tie
         yield "ssd", _in_scratch(wanted)
     if wanted.remote is not None:
         remote = wanted.remote.model_copy(update={"keep_after": 1})
-        yield "remote", nullcontext(Tiers(remote=remote, staging=wanted.staging, wait=wanted.wait))
+        yield "remote", nullcontext(_only(wanted, remote=remote))
     if wanted.host is not None:
-        yield HOST, nullcontext(Tiers(host=wanted.host))
+        yield HOST, nullcontext(_only(wanted, host=wanted.host))
+
+
+def _only(wanted: Tiers, **tier: Section) -> Tiers:
+    """Returns a section with ``tier`` as the only tier, and the other settings of ``wanted``."""
+    return wanted.model_copy(update={"host": None, "ssd": None, "remote": None, **tier})
 
 
 @contextmanager
@@ -138,7 +144,7 @@ def _in_scratch(wanted: Tiers) -> Iterator[Tiers]:
                 f"({error.strerror}); create the directory, or give this user write permission"
             ) from None
         there = ssd.model_copy(update={"directories": tuple(map(Path, scratch)), "keep_after": 1})
-        yield Tiers(ssd=there, staging=wanted.staging, wait=wanted.wait)
+        yield _only(wanted, ssd=there)
 
 
 def _load_cost(tier: str, samples: Sequence[tuple[int, float]]) -> LoadCost:

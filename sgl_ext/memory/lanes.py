@@ -5,12 +5,14 @@ The methods of :class:`sgl_ext.memory.transfer.TransferEngine` create these obje
 
 from __future__ import annotations
 
+import errno
 import os
-import time
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from sgl_ext._native import _transfer
+from sgl_ext.memory.direct_io import takes_direct_io
 
 if TYPE_CHECKING:
     from sgl_ext.memory.transfer import TransferEngine
@@ -158,27 +160,20 @@ class FileLane:
 def direct_alignment(directory: Path) -> tuple[int, int] | None:
     """Returns the alignment that O_DIRECT requires in ``directory``, as ``(memory, offset)`` bytes.
 
-    Returns None if the file system does not support O_DIRECT.
+    Returns None if the file system does not serve direct I/O.
 
     Raises:
         OSError: the directory cannot be written to.
     """
-    probe = directory / f".direct-{os.getpid()}-{time.monotonic_ns()}"
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        fd = os.open(probe, flags | os.O_DIRECT, 0o600)
-    except OSError:
-        # Some file systems create the file before they refuse O_DIRECT.
-        probe.unlink(missing_ok=True)
-        fd = os.open(probe, flags, 0o600)  # raises if O_DIRECT was not the cause
-        os.close(fd)
-        probe.unlink()
-        return None
-    try:
-        return _transfer.direct_io(fd)
-    finally:
-        os.close(fd)
-        probe.unlink()
+        if not takes_direct_io(directory):
+            return None
+    except OSError as error:
+        # Where there is no room for the test, existing files may have blocks.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+    with tempfile.TemporaryFile(dir=directory) as file:
+        return _transfer.direct_io(file.fileno())
 
 
 class ThrottledLane:

@@ -26,6 +26,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,6 +34,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sgl_ext._native import _transfer
+from sgl_ext.errors import ExtError
 from sgl_ext.memory.lanes import (
     CudaLane,
     File,
@@ -86,6 +88,7 @@ class TransferEngine:
         self._core = _transfer.Engine()
         # Kept until no copy can touch the memory. An owner may refer to the engine.
         self._owners: dict[int, object] = {}
+        self._released: deque[Region | File] = deque()
         self._lock = threading.Lock()
         self._disks: dict[tuple[int, str], FileLane] = {}
         """Lanes by device and backend; guarded by the lock."""
@@ -132,6 +135,22 @@ class TransferEngine:
         """
         self._core.unregister(region._native.id)
         self._owners.pop(region._native.id, None)
+
+    def release(self, *regions: Region | File) -> None:
+        """Unregisters memory and files that no unfinished ticket uses. Does not wait.
+
+        What is still in use is unregistered by a later call, which may be for other regions.
+        """
+        self._released.extend(regions)
+        for _ in range(len(self._released)):
+            try:
+                region = self._released.popleft()
+            except IndexError:  # another thread has taken it
+                return
+            try:
+                self.unregister(region)
+            except ExtError:
+                self._released.append(region)
 
     def host_lane(self, threads: int = 2, *, piece_bytes: int = 256 << 10) -> HostLane:
         """Creates a lane for copies within host memory.
@@ -309,6 +328,7 @@ class TransferEngine:
         if not self._core.close(timeout):
             raise TimeoutError(f"copies were still in flight after {timeout} s; close again")
         self._owners.clear()
+        self._released.clear()
         self._over = True
 
     def __enter__(self) -> TransferEngine:

@@ -200,7 +200,7 @@ class Worker:
         Runs between two steps of the engine.
 
         Args:
-            need: sum of the tokens that all requests have or will have.
+            need: sum of the tokens that all requests have and may soon have.
         """
         self._lender.busy = need > 0
         need = max(need, self._terms.keep)
@@ -309,6 +309,7 @@ class Worker:
             )
         self._lender.end(self._memory.extents)
         self._reclaims.clear()
+        self._tried = float("-inf")  # another master need not refuse as this one has
         self.lending = self._master = None
         self._add_returned()
         return True

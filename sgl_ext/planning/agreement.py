@@ -28,8 +28,10 @@ class Found(NamedTuple):
     """Number of leading pages that can be restored."""
     ready: bool
     """Whether it is known that further pages need not be awaited."""
-    landed: bool = True
-    """Whether all of these pages are in host memory."""
+    loading: float = 0.0
+    """Estimated seconds of loading those of these pages that no load has taken."""
+    computing: float = 0.0
+    """Estimated seconds of computing them instead."""
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
@@ -94,13 +96,19 @@ class ToOthers(Protocol):
         """Returns the messages that have come, each with the number of its stage, from 1 on."""
 
 
+Awaited = Callable[[float, float], bool]
+"""Function of the seconds of loading and of computing pages; returns whether they are awaited."""
+
+
+def _nothing(_loading: float, _computing: float) -> bool:
+    return False
+
+
 class Agreement(ABC):
     """Consensus of pipeline stages; every stage makes the same calls in the same order."""
 
     @abstractmethod
-    def prefix(
-        self, rid: str, version: int, found: Found, *, awaited: Callable[[], bool] = lambda: True
-    ) -> Found:
+    def prefix(self, rid: str, version: int, found: Found, *, awaited: Awaited = _nothing) -> Found:
         """Returns what all stages have for a request; ready when the request can be admitted.
 
         Before it is ready, its pages are 0 until all stages have reported theirs.
@@ -108,8 +116,8 @@ class Agreement(ABC):
         Args:
             version: number of the question, the same in all stages.
             found: what this stage has.
-            awaited: returns whether pages that have not landed are awaited, or the request is
-                admitted and restored before; only the first stage's counts.
+            awaited: is called with the seconds of the stage that needs most; otherwise the request
+                is admitted, and all stages restore it at once. Only the first stage's counts.
         """
 
     @abstractmethod
@@ -142,9 +150,7 @@ class FirstStage(Agreement):
         """Results of the stores of each stage that have not ended in all of them."""
         self._epoch = 0
 
-    def prefix(
-        self, rid: str, version: int, found: Found, *, awaited: Callable[[], bool] = lambda: True
-    ) -> Found:
+    def prefix(self, rid: str, version: int, found: Found, *, awaited: Awaited = _nothing) -> Found:
         if rid not in self._asked or self._asked[rid][0] != version:
             self._asked[rid] = version, {}
         self._receive()
@@ -153,9 +159,9 @@ class FirstStage(Agreement):
         if not found.pages:  # nothing is loaded, whatever the others have
             agreed = found
         elif len(reports) == self._others.stages and all(each.ready for each in every):
-            landed = all(each.landed for each in every)
-            ready = landed or not awaited()
-            agreed = Found(min(each.pages for each in every), ready, landed)
+            loading = max(each.loading for each in every)
+            computing = max(each.computing for each in every)
+            agreed = Found(min(each.pages for each in every), not awaited(loading, computing))
         else:
             agreed = Found(0, ready=False)
         self._others.send(Answer(rid, version, agreed))
@@ -203,7 +209,7 @@ class FurtherStage(Agreement):
         version: int,
         found: Found,
         *,
-        awaited: Callable[[], bool] = lambda: True,  # noqa: ARG002
+        awaited: Awaited = _nothing,  # noqa: ARG002
     ) -> Found:
         if self._reported.get(rid) != (version, found):
             self._reported[rid] = version, found

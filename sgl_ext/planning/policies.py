@@ -61,7 +61,7 @@ class Shortest:
     requests that arrive ``remaining / ageing`` seconds later or more.
 
     Args:
-        ageing: seconds of remaining time that a second of waiting is worth.
+        ageing: seconds by which each second of waiting lowers the remaining time.
     """
 
     interrupts = True

@@ -69,7 +69,7 @@ class Profile(msgspec.Struct, frozen=True):
 
 
 def devices(tiers: Tiers) -> dict[str, str]:
-    """Returns the settings that determine the speed of each tier, as JSON by tier."""
+    """Returns the settings that determine the speed of each tier, as text by tier."""
     found = {}
     if tiers.host is not None:
         found[HOST] = tiers.host.model_dump_json(include={"emulate", "link"})
@@ -77,6 +77,8 @@ def devices(tiers: Tiers) -> dict[str, str]:
         found["ssd"] = tiers.ssd.model_dump_json(include={"directories", "emulate"})
     if tiers.remote is not None:
         found["remote"] = tiers.remote.model_dump_json(include={"master", "host"})
+    if tiers.layout != "token_major":  # the layout of profiles that name none
+        found = {name: f"{settings} {tiers.layout}" for name, settings in found.items()}
     return found
 
 

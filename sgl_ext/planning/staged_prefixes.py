@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -75,7 +76,7 @@ class StagedPrefixes(Prefixes):
         found = self._find(rid, keys, kept)
         self.lacks(rid, len(keys) - found.pages)
         agreed = self._agreement.prefix(
-            rid, kept.version, found, awaited=lambda: self._awaited(rid)
+            rid, kept.version, found, awaited=partial(self._awaited, rid)
         )
         # The first stage may have used an earlier report, whose pages are still kept.
         if agreed.pages > (most := max(found.pages, len(kept.pages))):
@@ -103,9 +104,14 @@ class StagedPrefixes(Prefixes):
             self._keep(kept, keys[:here])
         return Found(len(kept.pages), ready)
 
-    def _awaited(self, rid: str) -> bool:  # noqa: ARG002
-        """Returns whether pages that have not landed are awaited."""
-        return True
+    def _awaited(self, rid: str, loading: float, computing: float) -> bool:  # noqa: ARG002
+        """Returns whether pages are awaited that no load has taken.
+
+        Args:
+            loading: seconds of loading them, in the stage where it takes longest.
+            computing: seconds of computing them, likewise.
+        """
+        return False
 
     def ready(self, rid: str) -> bool:
         return self._ready.get(rid, True)

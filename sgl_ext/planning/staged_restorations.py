@@ -158,7 +158,7 @@ class StagedRestorations(StagedPrefixes):
         here = self._host.lookup(keys)
         if (found := self._restorable.get(rid)) is not None:
             self._planner.restore(self._want(rid, keys, kept.begin, found.here))
-            return Found(found.pages, ready=True, landed=self._landed(name))
+            return self._found(name, found.pages)
         self._planner.restore(self._want(rid, keys, kept.begin, here))
         self._keep(kept, keys[:here])
         if self._planner.undecided(name):
@@ -178,10 +178,19 @@ class StagedRestorations(StagedPrefixes):
             if pages <= here:
                 return Found(here, ready=True)
         self._restorable[rid] = _Found(pages, run.here)
-        return Found(pages, ready=True, landed=self._landed(name))
+        return self._found(name, pages)
 
-    def _landed(self, name: Name) -> bool:
-        return not (self._planner.undecided(name) or self._planner.loads(name))
+    def _found(self, name: Name, pages: int) -> Found:
+        """Returns restorable pages, with what is left of them; undecided if they were given up for
+        others and asked for again."""
+        costs = self._planner.costs
+        left = self._planner.spared(name) if self._planner.loads(name) else []
+        return Found(
+            pages,
+            ready=not self._planner.undecided(name),
+            loading=self._slowest * sum(map(len, left)),
+            computing=sum(costs.computing(each.start, each.stop) for each in left),
+        )
 
     def _decided(self, rid: str, kept: Kept, pages: int) -> None:
         """Loads only pages that will be restored: they are loaded from the last one on."""
@@ -189,24 +198,13 @@ class StagedRestorations(StagedPrefixes):
         if found is not None and pages < found.pages:
             self._planner.limit(_name(rid), kept.begin + pages * self._planner.page)
 
-    def _awaited(self, rid: str) -> bool:
+    def _awaited(self, rid: str, loading: float, computing: float) -> bool:
         """Returns whether waiting for the pages costs less than the running requests would lose.
 
         Waiting costs this request the seconds of loading, computing costs each running request its
         own seconds. A tier that hangs is not waited for longer than the time allowed.
         """
-        if rid in self._excluded:
-            return super()._awaited(rid)
-        if not self._planner.patient(_name(rid)):
-            return False
-        if self._planner.undecided(_name(rid)):  # given up for others, and asked for again
-            return True
-        costs = self._planner.costs
-        left = self._planner.spared(_name(rid))
-        tokens = sum(map(len, left))
-        loading = self._slowest * tokens
-        computing = sum(costs.computing(each.start, each.stop) for each in left)
-        return loading < self._running() * computing
+        return loading < self._running() * computing and self._planner.patient(_name(rid))
 
     @property
     def _slowest(self) -> float:

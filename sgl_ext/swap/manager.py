@@ -231,9 +231,12 @@ class SwapManager:
                 return True
         return False
 
-    def clear(self) -> None:
-        for rid in list(self._swapped):
+    def clear(self) -> list[str]:
+        """Forgets all requests, and returns their ids."""
+        rids = list(self._swapped)
+        for rid in rids:
             self.drop(rid)
+        return rids
 
     def describe(self) -> dict[str, int | float]:
         """Returns the statistics for ``/server_info``."""

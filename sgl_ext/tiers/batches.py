@@ -13,13 +13,16 @@ from numpy.typing import NDArray
 
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.native_ticket import NativeTicket
-from sgl_ext.memory.transfer import State, TransferEngine
+from sgl_ext.memory.transfer import State, TransferEngine, TransferError
 from sgl_ext.tiers.arena import Pages
-from sgl_ext.tiers.volume import Volume
+from sgl_ext.tiers.volume import FULL, Volume
 
 STALLED, CLOSED = "stalled", "closed"
 """Reasons for a failed batch: the device made no progress for the deadline; the tier or its engine
 was closed."""
+MOST_DIVIDED = 64
+"""Batches of one call that are divided after an error; finds a few damaged pages. A device on which
+everything fails is not asked for each page."""
 Reason: TypeAlias = str | OSError | None
 """Reason why a batch failed; None if it succeeded."""
 
@@ -36,6 +39,12 @@ class Batch:
     volume: Volume
     rows: NDArray[np.int64]
     slots: NDArray[np.int64]
+
+    def halves(self) -> tuple[Batch, Batch]:
+        """Divides a batch of two or more pages."""
+        at = len(self.rows) // 2
+        first = Batch(self.volume, self.rows[:at], self.slots[:at])
+        return first, Batch(self.volume, self.rows[at:], self.slots[at:])
 
 
 class Batches:
@@ -58,8 +67,12 @@ class Batches:
 
     def run(
         self, batches: Sequence[Batch], pages: Pages, *, write: bool, part: int | None = None
-    ) -> list[Reason]:
+    ) -> list[tuple[Batch, Reason]]:
         """Copies ``pages[rows]`` from or to the slots of each batch, on all volumes in parallel.
+
+        A ticket stops at its first error, which says nothing about the pages that it has not
+        copied. A batch that an error has ended is therefore divided and repeated, until the pages
+        with errors are found, or :data:`MOST_DIVIDED` batches have been divided.
 
         I/O that a stalled volume has not started is cancelled. Nothing is in flight when this
         returns, so it waits as long as started I/O takes.
@@ -69,8 +82,27 @@ class Batches:
             part: Number of the only part of each page that is copied; None for the whole slot.
 
         Returns:
-            The reason of each batch's failure, or None.
+            The batches, or the parts that they were divided into, each with the reason of its
+            failure or None.
         """
+        ended: list[tuple[Batch, Reason]] = []
+        left, divided = list(batches), 0
+        while left:
+            again: list[Batch] = []
+            for batch, reason in zip(left, self._run(left, pages, write, part), strict=True):
+                error = isinstance(reason, TransferError) and reason.errno not in FULL
+                if error and len(batch.rows) > 1 and divided < MOST_DIVIDED:
+                    divided += 1
+                    again += batch.halves()
+                else:
+                    ended.append((batch, reason))
+            left = again
+        return ended
+
+    def _run(
+        self, batches: Sequence[Batch], pages: Pages, write: bool, part: int | None
+    ) -> list[Reason]:
+        """Copies each batch once. Returns the reason of each batch's failure, or None."""
         reasons: list[Reason] = [None] * len(batches)
         pending: dict[NativeTicket, int] = {}
         for number, batch in enumerate(batches):

@@ -38,7 +38,7 @@ class Pending(Protocol[R_co]):
 class LowerTier(Protocol):
     """Lookups, loads and stores of a tier that do not wait for its device.
 
-    A lookup or load does not wait for a store.
+    A lookup waits for neither loads nor stores, and a load for no store.
     """
 
     tier: Tier

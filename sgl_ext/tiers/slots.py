@@ -34,6 +34,7 @@ class Slots:
         self.evictions = 0
         self._free: list[int] = []
         self._unbacked: list[int] = []  # free, but the file system had no blocks for them
+        self._doubtful: list[int] = []  # free, but a batch that wrote to them has failed
         self._full_until = float("-inf")
 
     def restore(self, pages: Iterable[tuple[Key, int]], grown: int) -> None:
@@ -62,11 +63,18 @@ class Slots:
         new = 0 if self.full(now) else len(self._unbacked) + self.limit - self.grown
         return len(self._free) + new
 
+    @property
+    def reused(self) -> int:
+        """Number of slots that can be taken besides the :meth:`room`: they hold pages, which are
+        evicted, or could not be written."""
+        return len(self.index) + len(self._doubtful)
+
     def take(self, count: int, now: float) -> list[int]:
         """Takes up to ``count`` slots and returns them in ascending order.
 
         Free slots are taken first, then new ones, then those of the least recently used pages,
-        which are evicted. A slot belongs to the caller until it is published or released.
+        which are evicted, and last those that could not be written. A slot belongs to the caller
+        until it is published or released.
         """
         taken = _pop(self._free, count)
         if not self.full(now):
@@ -77,6 +85,7 @@ class Slots:
         victims = min(count - len(taken), len(self.index))
         taken += [self.index.popitem(last=False)[1] for _ in range(victims)]
         self.evictions += victims
+        taken += _pop(self._doubtful, count - len(taken))
         return sorted(taken)
 
     def publish(self, key: Key, slot: int) -> None:
@@ -89,6 +98,13 @@ class Slots:
     def release(self, slots: Sequence[int]) -> None:
         """Frees slots that were taken."""
         self._free += slots
+
+    def release_doubtful(self, slots: Sequence[int]) -> None:
+        """Frees slots of a batch that could not be written, of which one may be damaged.
+
+        They are used last: a damaged slot would fail every batch that it is part of.
+        """
+        self._doubtful += slots
 
     def release_unbacked(self, slots: Sequence[int], now: float) -> None:
         """Frees slots that may have no blocks, because the file system was full at ``now``."""
@@ -107,6 +123,7 @@ class Slots:
         self.index.clear()
         self._free.clear()
         self._unbacked.clear()
+        self._doubtful.clear()
         self.limit = self.grown = 0
 
 

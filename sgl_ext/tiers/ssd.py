@@ -21,6 +21,7 @@ from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import FileLane, Lane, TransferEngine
 from sgl_ext.tiers.arena import Arena, Key, Pages
 from sgl_ext.tiers.batches import CLOSED, Batch, Batches, Reason, label
+from sgl_ext.tiers.progress import Progress
 from sgl_ext.tiers.scan import restore
 from sgl_ext.tiers.slots import spread
 from sgl_ext.tiers.tier import TierStatistics
@@ -94,6 +95,7 @@ class SsdTier:
         self._calls = 0
         self._failures: Counter[str] = Counter()
         self._volumes: list[Volume] = []
+        progress: dict[object, Progress] = {}
         with ExitStack() as undo:
             for directory in directories:
                 volume = Volume(
@@ -106,6 +108,7 @@ class SsdTier:
                     deadline=deadline,
                 )
                 undo.callback(volume.close)
+                volume.progress = progress.setdefault(volume.lane._native, volume.progress)
                 self._volumes.append(volume)
             self._sequence = restore(self._volumes, arena, engine, deadline)
             undo.pop_all()
@@ -163,13 +166,14 @@ class SsdTier:
         with self._use():
             with self._lock:
                 batches = self._find(keys)
-            reasons = self._io.run(batches, pages, write=False, part=part)
+            parts = self._io.run(batches, pages, write=False, part=part)
             if batches:
                 rows = np.concatenate([batch.rows for batch in batches])
                 asked = [keys[row] for row in rows.tolist()]
                 good[rows] = self._arena.verify(asked, pages[rows], part)
             with self._lock:
-                for batch, reason in zip(batches, reasons, strict=True):
+                self._judge(parts, _ENDED)
+                for batch, reason in parts:
                     self._loaded(batch, reason, keys, good)
         return good
 
@@ -194,9 +198,10 @@ class SsdTier:
                 # The first page gets the highest number, to be evicted last after a restart, too.
                 rows = missing[::-1]
                 self._arena.seal([keys[row] for row in rows.tolist()], pages[rows], sequence)
-            reasons = self._io.run(batches, pages, write=True)
+            parts = self._io.run(batches, pages, write=True)
             with self._lock:
-                for batch, reason in zip(batches, reasons, strict=True):
+                self._judge(parts, FULL)
+                for batch, reason in parts:
                     if self._stored(batch, reason, keys):
                         stored[batch.rows] = True
         return stored
@@ -290,7 +295,7 @@ class SsdTier:
         owners = spread(
             len(rows),
             [volume.slots.room(now) for volume in volumes],
-            [len(volume.slots.index) for volume in volumes],
+            [volume.slots.reused for volume in volumes],
             phase=self._calls * _PHASE % 1,
         )
         self._failures[NO_ROOM] += len(rows) - len(owners)
@@ -309,7 +314,6 @@ class SsdTier:
         keys: Sequence[Key],
         good: NDArray[np.bool_],
     ) -> None:
-        self._judge(batch.volume, reason, _ENDED)
         lost = ~good[batch.rows]
         for row, slot in zip(batch.rows[lost].tolist(), batch.slots[lost].tolist(), strict=True):
             if isinstance(reason, str):
@@ -320,14 +324,16 @@ class SsdTier:
                 self._failures[EVICTED] += 1
 
     def _stored(self, batch: Batch, reason: Reason, keys: Sequence[Key]) -> bool:
-        self._judge(batch.volume, reason, FULL)
         slots = batch.volume.slots
         if reason is not None or batch.volume.dead:
             self._failures[label(reason)] += len(batch.rows)
-            if isinstance(reason, OSError) and reason.errno in FULL:
-                batch.volume.ran_full(batch.slots.tolist())
+            taken = batch.slots.tolist()
+            if not isinstance(reason, OSError):
+                slots.release(taken)
+            elif reason.errno in FULL:
+                batch.volume.ran_full(taken)
             else:
-                slots.release(batch.slots.tolist())
+                slots.release_doubtful(taken)
             return False
         indexes = [volume.slots.index for volume in self._usable()]
         for row, slot in zip(batch.rows[::-1].tolist(), batch.slots[::-1].tolist(), strict=True):
@@ -339,8 +345,13 @@ class SsdTier:
                 slots.publish(key, slot)
         return True
 
-    def _judge(self, volume: Volume, reason: Reason, harmless: frozenset[int]) -> None:
-        if reason is None:
-            volume.succeeded()
-        elif isinstance(reason, OSError) and reason.errno not in harmless:
-            volume.failed(reason)
+    def _judge(self, parts: Sequence[tuple[Batch, Reason]], harmless: frozenset[int]) -> None:
+        """Records one success and one failure at most for each volume: a device on which a part of
+        a batch succeeds works."""
+        for volume in dict.fromkeys(batch.volume for batch, _ in parts):
+            reasons = [reason for batch, reason in parts if batch.volume is volume]
+            errors = [e for e in reasons if isinstance(e, OSError) and e.errno not in harmless]
+            if None in reasons:
+                volume.succeeded()
+            if errors:
+                volume.failed(errors[0])

@@ -26,8 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 class ThreadedTier:
-    """:class:`~sgl_ext.tiers.lower.LowerTier` with one thread for lookups and loads, and one for
-    stores.
+    """:class:`~sgl_ext.tiers.lower.LowerTier` with a thread each for lookups, loads and stores.
+
+    A tier that is ``immediate`` needs none for lookups.
 
     Args:
         keep_after: Number of uses after which a page is stored in the tier; None if the cost model
@@ -60,8 +61,10 @@ class ThreadedTier:
         self._lock = threading.Lock()
         self._under_way: list[Future[Any]] = []
         self._wake = wake
-        self._loads = ThreadPoolExecutor(1, f"sgl_ext-{tier.name}-load")
-        self._stores = ThreadPoolExecutor(1, f"sgl_ext-{tier.name}-store")
+        self._lookups, self._loads, self._stores = self._pools = [
+            ThreadPoolExecutor(1, f"sgl_ext-{tier.name}-{work}")
+            for work in ("lookup", "load", "store")
+        ]
 
     @property
     def under_way(self) -> int:
@@ -72,7 +75,7 @@ class ThreadedTier:
             return _done(0)
         if self.tier.immediate:
             return _done(self.tier.lookup(keys))
-        return self._submit(self._loads, self.tier.lookup, keys)
+        return self._submit(self._lookups, self.tier.lookup, keys)
 
     def load(self, keys: Sequence[Key], pages: Pages) -> Future[NDArray[np.bool_]]:
         return self._submit(self._loads, self._recorded_load, keys, pages)
@@ -108,10 +111,10 @@ class ThreadedTier:
         return self._submit(self._stores, self._store, keys, pages)
 
     def close(self) -> None:
-        for pool in (self._loads, self._stores):
+        for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)
         self.tier.close()  # ends I/O that a device delays
-        for pool in (self._loads, self._stores):
+        for pool in self._pools:
             pool.shutdown()
 
     def _recorded_load(self, keys: Sequence[Key], pages: Pages) -> NDArray[np.bool_]:

@@ -17,7 +17,7 @@ class Tier(Protocol):
 
     ``load`` and ``store``, and ``lookup`` unless ``immediate``, may wait for a device and are
     called by threads of the stack. Device errors do not raise: pages that did not land are False in
-    the result, and ``failures`` counts them by reason. Thread-safe: loads and stores run
+    the result, and ``failures`` counts them by reason. Thread-safe: lookups, loads and stores run
     concurrently.
     """
 

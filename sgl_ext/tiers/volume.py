@@ -30,6 +30,7 @@ from sgl_ext.own_files import open_own
 from sgl_ext.tiers.arena import Arena, Pages
 from sgl_ext.tiers.folder import PAGES, Folder
 from sgl_ext.tiers.layer_major import ALIGNMENT
+from sgl_ext.tiers.progress import Progress
 from sgl_ext.tiers.slots import Slots
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -91,12 +92,11 @@ class Volume:
         self.dead = False
         self._arena = arena
         self._engine = engine
-        self._deadline = deadline
+        self.progress = Progress(deadline)
+        """Progress on the lane; shared with the other volumes that have the same lane."""
         self._failures_in_a_row = 0
         self._told_full = False
         self._tickets: set[Ticket] = set()
-        self._settled = 0  # bytes of the tickets that have ended
-        self._moved, self._since = 0, time.monotonic()
         with ExitStack() as undo:
             self._folder = Folder(directory, arena.layout)
             undo.callback(self._folder.close)
@@ -173,14 +173,13 @@ class Volume:
 
     def started(self, ticket: Ticket) -> None:
         """Records that ``ticket`` is in flight. With the lock held."""
-        if not self._tickets:
-            self._since = time.monotonic()
         self._tickets.add(ticket)
+        self.progress.started(ticket)
 
     def ended(self, ticket: Ticket, *, write: bool) -> None:
         """Records that ``ticket`` has ended, and the bytes that it moved. With the lock held."""
         self._tickets.discard(ticket)
-        self._settled += ticket.bytes_done
+        self.progress.ended(ticket)
         if write:
             self.bytes_written += ticket.bytes_done
         else:
@@ -195,15 +194,11 @@ class Volume:
         os.fdatasync(self._fd)
 
     def stalled(self) -> bool:
-        """Returns whether tickets are in flight without progress for the deadline.
+        """Returns whether I/O is in flight on the lane without progress for the deadline.
 
         With the lock held.
         """
-        now = time.monotonic()
-        moved = self._settled + sum(ticket.bytes_done for ticket in self._tickets)
-        if moved != self._moved or not self._tickets:
-            self._moved, self._since = moved, now
-        return now - self._since > self._deadline
+        return self.progress.stalled()
 
     def usable(self) -> bool:
         """Returns whether the volume is neither dead nor stalled. With the lock held."""

@@ -290,6 +290,7 @@ def test_restored_prefixes_give_the_answers_of_stock_sglang(
     ours = play(
         script, model, page, tmp_path, rate=_as_fast_as_computing(plain_too, stock, model),
         retract=retract, enable_mixed_chunk=retract,
+        schedule_policy="lpm" if page == 1 else "fcfs",
     )  # fmt: skip
     same(stock["fill"], ours["fill"], range(6))
     for step in ours.values():

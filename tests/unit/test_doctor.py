@@ -212,6 +212,27 @@ def test_a_full_directory_of_chunks_is_reported(
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.parametrize(
+    ("error", "verdict", "found"),
+    [
+        (errno.EINVAL, "note", "free, no O_DIRECT"),
+        (errno.ENOSPC, "note", "full"),
+        (errno.EIO, "fail", "cannot be written: Input/output error"),
+    ],
+)
+def test_a_directory_of_ssds_is_written_to_with_direct_io(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, verdict: str, found: str
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(error, os.strerror(error))
+
+    assert preflight._ssd_directory("clusters", tmp_path, 0).found.endswith("O_DIRECT")
+    monkeypatch.setattr(os, "write", refuse)
+    check = preflight._ssd_directory("clusters", tmp_path, 0)
+    monkeypatch.undo()
+    assert (check.verdict, check.found.endswith(found)) == (verdict, True)
+
+
 @pytest.mark.skipif(os.getuid() == 0, reason="root writes anywhere")
 def test_a_directory_that_is_not_writable_is_reported(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)

@@ -34,6 +34,7 @@ from sgl_ext.planning.plan import Source, Span
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from fastapi import FastAPI
     from numpy.typing import NDArray
 
@@ -156,6 +157,10 @@ class Power(Generic[SectionT]):
         The request would have resumed with this KV. It is now prefilled like a new request.
         """
 
+    def recomputes(self, req: Req) -> bool:
+        """Returns whether the KV of a preempted request must be computed again, not kept."""
+        return False
+
     def owns(self, req: Req) -> bool:
         """Returns whether a waiting request is this power's alone.
 
@@ -236,6 +241,11 @@ class Power(Generic[SectionT]):
         It is also called after every ``preempt_to_schedule``, whether or not the request has a
         plan.
         """
+
+    def locked(self, req: Req) -> Sequence[torch.Tensor]:
+        """Returns the slots of cached KV, beside those of its row, that the power has locked in the
+        radix tree until the prefill of an admitted request has ended."""
+        return ()
 
     def withheld(self) -> Iterable[Req]:
         """Returns waiting requests that the power keeps outside of SGLang's queue."""

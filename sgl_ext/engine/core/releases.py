@@ -24,6 +24,9 @@ _CACHING = "_sgl_ext_caching"
 LINKER_BY_NAME = installed_sglang() != "0.5.22"
 """Whether SGLang creates a cache linker from the names of its module and class. 0.5.22 creates only
 the linkers that it ships."""
+MEDIA_BY_WIDE_HASH = installed_sglang() != "0.5.22"
+"""Whether SGLang's keys of prompts hold 62 bits or more of the hash of an image, a video or a
+recording. Those of 0.5.22 hold 30 bits, and may be the same for two images."""
 
 
 def linker_arguments(linker: Mapping[str, str]) -> dict[str, object]:

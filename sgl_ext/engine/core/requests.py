@@ -20,6 +20,12 @@ def reserved(req: Req) -> int:
     return min(left, int(CLIP_MAX_NEW_TOKENS))
 
 
+def arrival(req: Req) -> float:
+    """Returns the time at which a request was put into the waiting queue, on SGLang's clock."""
+    arrived: float = req.time_stats.wait_queue_entry_time
+    return arrived
+
+
 def present(scheduler: Scheduler, running: ScheduleBatch) -> Iterator[Req]:
     """Yields the requests of a scheduler that wait, run or are being prefilled, some twice.
 
@@ -34,18 +40,42 @@ def present(scheduler: Scheduler, running: ScheduleBatch) -> Iterator[Req]:
         yield scheduler.chunked_req
 
 
+def tokens_of(req: Req) -> int:
+    """Returns the number of tokens of a request's prompt and of its answer so far.
+
+    SGLang has them in ``full_untruncated_fill_ids`` only from when it tries to admit the request.
+    """
+    return len(req.origin_input_ids) + len(req.output_ids)
+
+
+def reusable(req: Req) -> int:
+    """Returns how many of a request's first tokens SGLang may take from a cache.
+
+    Its cache-aware schedule policies (``--schedule-policy lpm``) look up all tokens nevertheless.
+    """
+    if req.positional_embed_overrides is not None:
+        return 0
+    return req._compute_max_prefix_len(tokens_of(req))
+
+
 ONCE = "ext:once:"
 """Beginning of SGLang's ``extra_key`` of requests after which nobody looks their KV up."""
+
+
+def streams(req: Req) -> bool:
+    """Returns whether a request is a turn of a streaming session.
+
+    When SGLang releases it, its KV stays with the session, which takes the turn for finished.
+    """
+    return bool(getattr(req.session, "streaming", False))
 
 
 def retractable(req: Req) -> bool:
     """Returns whether a running request can be retracted.
 
     A beam group cannot: SGLang's release of its leader leaves the rows of its members allocated.
-    Neither can a request of a streaming session, whose KV stays with the session.
     """
-    streams = bool(getattr(req.session, "streaming", False))
-    return not req.finished() and req.beam_group is None and not streams
+    return not req.finished() and req.beam_group is None and not streams(req)
 
 
 def release(scheduler: Scheduler, req: Req, *, offload_kv: bool = True) -> None:

@@ -154,6 +154,10 @@ class ExtRuntime:
         for power in self.inside_out:
             power.prefilled(rid)
 
+    def recomputes(self, req: Req) -> bool:
+        """Returns whether a power requires that a preempted request is computed again."""
+        return any(power.recomputes(req) for power in self.inside_out)
+
     def needed(self, req: Req) -> None:
         """Tells the powers that another power has lost KV of a waiting request."""
         for power in self.outside_in:

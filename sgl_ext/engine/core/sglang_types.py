@@ -70,6 +70,7 @@ class ModelConfig(Protocol):
     v_head_dim: int
     num_attention_heads: int
     num_hidden_layers: int
+    is_multimodal: bool
 
     def get_num_kv_heads(self, tensor_parallel: int) -> int: ...
 
@@ -404,6 +405,7 @@ class Scheduler(Protocol):
     new_token_ratio_tracker: Any
     forward_ct: int
     chunked_prefill_size: int | None
+    truncation_align_size: int | None
     max_queued_requests: int | None
     max_req_len: int
     max_req_input_len: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.hooks import Original
@@ -38,6 +39,13 @@ def _changing(original: Original, updater: object, asked: object, *args: object)
     return result
 
 
+def _checking(original: Original, updater: object, asked: Any, *args: object) -> object:
+    """Tells the powers of a check only if it overwrites the weights with random numbers."""
+    if asked.action != "reset_tensors":
+        return original(updater, asked, *args)
+    return _changing(original, updater, asked, *args)
+
+
 def _rejected(result: object) -> bool:
     """Returns whether SGLang has rejected an update, which has left the weights as they were."""
     message = getattr(result, "message", None)
@@ -46,18 +54,17 @@ def _rejected(result: object) -> bool:
 
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-HOOKS = tuple(
-    hooks.Hook(
-        f"{_UPDATER}.{method}",
-        "around",
-        _changing,
-        "neither an external cache nor a platform is notified when the weights change",
-    )
-    for method in (
-        "begin_weight_update",
-        "update_weights_from_disk",
-        "update_weights_from_distributed",
-        "update_weights_from_tensor",
-        "update_weights_from_ipc",
-    )
+_WHY = "neither an external cache nor a platform is notified when the weights change"
+HOOKS = (
+    *(
+        hooks.Hook(f"{_UPDATER}.{method}", "around", _changing, _WHY)
+        for method in (
+            "begin_weight_update",
+            "update_weights_from_disk",
+            "update_weights_from_distributed",
+            "update_weights_from_tensor",
+            "update_weights_from_ipc",
+        )
+    ),
+    hooks.Hook(f"{_UPDATER}.check_weights", "around", _checking, _WHY),
 )

@@ -6,6 +6,7 @@ and :mod:`~sgl_ext.engine.peer.master`.
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Sequence
 from typing import Literal
@@ -14,7 +15,7 @@ import zmq
 
 from sgl_ext.config import Peer
 from sgl_ext.engine.core.metrics import Metrics
-from sgl_ext.engine.core.requests import refuse_waiting
+from sgl_ext.engine.core.requests import arrival, refuse_waiting
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
 from sgl_ext.engine.core.tracing import trace
 from sgl_ext.engine.kv.resize import KVResizer
@@ -75,7 +76,8 @@ class PeerSide:
         """Queues requests that were set aside or retracted; called when the next step has been
         planned."""
         if self.aside:
-            self._scheduler.waiting_queue = [*self.aside, *self._scheduler.waiting_queue]
+            waiting = self._scheduler.waiting_queue
+            self._scheduler.waiting_queue = [*heapq.merge(self.aside, waiting, key=arrival)]
             self.aside = ()
         self.retracted += len(self.out)
         for req in self.out:
@@ -111,8 +113,8 @@ class PeerSide:
         """Sets aside waiting requests that do not fit any more, so that others are admitted.
 
         Such requests were accepted when there was more memory. Those that have waited for
-        ``deadline`` + ``lease`` while this process took steps are refused with 503: peers return
-        memory within that time.
+        ``deadline`` + ``lease`` while this process took steps, in which time peers return memory,
+        get shorter answers, or are refused with 503 if they do not fit even so.
 
         Args:
             why: reason why there is less memory.
@@ -126,12 +128,14 @@ class PeerSide:
                 if req.rid in ended:
                     trace(req, "peer_wait", ended[req.rid])
         for rid in expired:
-            refuse_waiting(
-                scheduler,
-                unfit.pop(rid),
-                f"The request needs more KV memory than the {allocator.size} tokens that are "
-                f"available: {why}. Retry later.",
-            )
+            vacate.clip(req := unfit.pop(rid), allocator)
+            if not vacate.fits(req, allocator):
+                refuse_waiting(
+                    scheduler,
+                    req,
+                    f"The request needs more KV memory than the {allocator.size} tokens that are "
+                    f"available: {why}. Retry later.",
+                )
         if unfit:
             waiting = scheduler.waiting_queue
             self.aside = [req for req in waiting if req.rid in unfit]

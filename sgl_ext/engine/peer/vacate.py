@@ -88,7 +88,7 @@ def _leaves(core: TreeCore) -> list[Node]:
 
 
 def retract(scheduler: Scheduler, running: ScheduleBatch, start: int, end: int) -> list[Req]:
-    """Retracts the requests that hold one of slots ``[start, end)``.
+    """Retracts the requests that hold one of slots ``[start, end)``, or keep it from eviction.
 
     Like SGLang's ``retract_decode``, it runs between two steps, when the results of the last step
     are in ``running``.
@@ -99,7 +99,7 @@ def retract(scheduler: Scheduler, running: ScheduleBatch, start: int, end: int) 
     """
     # A batch may still have requests that have finished, whose rows are freed.
     reqs = [*filter(retractable, running.reqs), *filter(None, [scheduler.chunked_req])]
-    held = any_within([slots_of(scheduler, req) for req in reqs], start, end)
+    held = any_within([_kept_by(scheduler, req) for req in reqs], start, end)
     holders = {id(req) for req, holds in zip(reqs, held, strict=True) if holds}
     return _retract(scheduler, running, lambda req: id(req) in holders)
 
@@ -133,6 +133,25 @@ def fits(req: Req, allocator: Allocator) -> bool:
     return vacating.fits(longest, allocator.size, allocator.page_size)
 
 
+def clip(req: Req, allocator: Allocator) -> None:
+    """Clips a request's answer to the present memory, as SGLang does when a request arrives.
+
+    Memory that it was clipped to then may have gone. The request still generates a token.
+    """
+    from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+
+    if req.beam_group is not None:
+        return  # SGLang has computed the group's own limit from it
+    params = req.sampling_params
+    # The method of our class counts on promised memory.
+    most = BaseTokenToKVPoolAllocator.max_new_tokens_for_memory(
+        allocator, len(req.origin_input_ids), params.max_new_tokens, token_capacity=allocator.size,
+        sliding_window_size=None, chunk_size=None,
+    )  # fmt: skip
+    params.max_new_tokens = min(max(most, len(req.output_ids) + 1), params.max_new_tokens)
+    params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
+
+
 def _retract(
     scheduler: Scheduler, running: ScheduleBatch, chosen: Callable[[Req], bool]
 ) -> list[Req]:
@@ -156,6 +175,13 @@ def slots_of(scheduler: Scheduler, req: Req) -> torch.Tensor:
     """Returns the slots of a request that has a row, on the device."""
     table = scheduler.req_to_token_pool.req_to_token
     return table[req.kv.req_pool_idx, : req.kv.kv_allocated_len]
+
+
+def _kept_by(scheduler: Scheduler, req: Req) -> torch.Tensor:
+    """Returns the slots of a request that has a row, and those that powers have locked for it."""
+    own, ext = slots_of(scheduler, req), runtime.current
+    locked = [slots for power in ext.inside_out for slots in power.locked(req)] if ext else []
+    return torch.cat([own, *locked]) if locked else own
 
 
 def any_within(parts: Sequence[torch.Tensor], start: int, end: int) -> list[bool]:

@@ -9,6 +9,7 @@ from typing import Literal, cast
 import torch
 
 from sgl_ext.config import Peer
+from sgl_ext.engine.core.requests import reserved
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
 from sgl_ext.engine.kv.allocator import BlockGroupAllocator
 from sgl_ext.engine.kv.indices import on_host
@@ -120,13 +121,13 @@ class WorkerSide(PeerSide):
         self._worker.check_integrity()
 
     def _need(self, running: ScheduleBatch) -> int:
-        """Returns the tokens that all requests together have or may come to have."""
+        """Returns the tokens that all requests together have, and those that SGLang reserves."""
         page = self._slab.layout.page
         need = 0
         for req in self._requests(running):
             if not req.finished():
                 beams = 1 if req.beam_group is None else req.beam_group.beam_width
-                new = beams * (req.sampling_params.max_new_tokens or 0)
+                new = beams * (len(req.output_ids) + reserved(req))
                 tokens = len(req.origin_input_ids) + new
                 # One page for the last tokens, and one that SGLang reserves for each request.
                 need += (tokens // page + 2) * page

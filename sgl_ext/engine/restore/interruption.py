@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sgl_ext.engine.core.requests import reserved
+from sgl_ext.engine.core.requests import reserved, streams
 from sgl_ext.engine.core.sglang_types import Req, ScheduleBatch, Scheduler
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def interrupt(power: RestorePower, scheduler: Scheduler, running: ScheduleBatch)
     from sglang.srt.mem_cache.common import release_kv_cache
 
     req = scheduler.chunked_req
-    if req is None or not _keeps(req) or power.bound(req):
+    if req is None or streams(req) or not _keeps(req) or power.bound(req):
         return None
     restores = power.planner.computes(req.rid)
     if not (_starves(scheduler, running) and (restores or len(running.reqs) == 1)):

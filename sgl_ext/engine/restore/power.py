@@ -101,6 +101,7 @@ class RestorePower(Power[Restore]):
         from sglang.srt.runtime_context import get_schedule
 
         require_running(scheduler.tp_worker.model_runner, self.attention())
+        setup.require_unaligned(scheduler.truncation_align_size)
         if ext.tiers is None:
             raise RuntimeError("restore is configured without tiers")
         self._ext, self._scheduler, self.stack = ext, scheduler, ext.tiers.stack

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sgl_ext.engine.core.requests import precedence
+from sgl_ext.engine.core.requests import precedence, reusable, tokens_of
 from sgl_ext.engine.core.sglang_types import Req
 
 
@@ -30,6 +30,5 @@ def prompt_of(req: Req, prefix: int, page: int) -> Prompt | None:
     """
     if req.session is not None or req.multimodal_inputs is not None:
         return None
-    tokens = len(req.full_untruncated_fill_ids)
-    first, most = prefix // page, req._compute_max_prefix_len(tokens) // page
-    return Prompt(first, most - first, tokens, precedence(req)) if most > first else None
+    first, most = prefix // page, reusable(req) // page
+    return Prompt(first, most - first, tokens_of(req), precedence(req)) if most > first else None

@@ -33,6 +33,24 @@ def require_parts(config: Restore, page: int, size: int | None) -> None:
         )
 
 
+def require_unaligned(alignment: int | None) -> None:
+    """Checks that a part of a prompt may end at any page.
+
+    Args:
+        alignment: SGLang's ``truncation_align_size``, in tokens; None if there is none.
+
+    Raises:
+        ActivationError: SGLang has an alignment, with which parts of ``restore.chunk`` tokens might
+            never begin, and results would depend on where they end.
+    """
+    if alignment is not None:
+        raise hooks.ActivationError(
+            f"restore computes prompts in parts that end at any page, but SGLang aligns chunks to "
+            f"{alignment} tokens, as it does for --enable-deterministic-inference with flashinfer; "
+            "use --prefill-attention-backend triton, or remove the restore section"
+        )
+
+
 def require_stages(model: Any) -> None:
     """Checks that a part of a prompt can be computed in the layers of one pipeline stage.
 

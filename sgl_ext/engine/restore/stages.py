@@ -65,6 +65,7 @@ class StagedRestorePower(Power[Restore]):
         self._scheduler, self.stack, linker = scheduler, ext.tiers.stack, ext.tiers.linker
         self.planner, first = ext.tiers.planner, get_parallel().pp_rank == 0
         setup.require_stages(scheduler.tp_worker.model_runner.model)
+        setup.require_unaligned(scheduler.truncation_align_size)
         setup.prepare(
             self.section, self.stack.layout.page, get_schedule().chunked_prefill_size, ext.costs
         )

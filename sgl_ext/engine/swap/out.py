@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.hooks import Original
-from sgl_ext.engine.core.requests import retractable
+from sgl_ext.engine.core.requests import arrival, retractable
+from sgl_ext.engine.core.runtime import ExtRuntime
 from sgl_ext.engine.core.sglang_types import PrefillAdder, RadixTree, Req, Scheduler
 from sgl_ext.engine.kv.indices import on_host
 from sgl_ext.engine.swap import spans
 from sgl_ext.engine.workarounds import penalties
 from sgl_ext.memory.tickets import COPY_DEADLINE_S, Priority
 from sgl_ext.planning import choices
-from sgl_ext.planning.costs import Costs
 from sgl_ext.swap.manager import SwapManager
 from sgl_ext.swap.victims import Running, choose_victims
 from sgl_ext.tiers.arena import Key, Pages
@@ -42,10 +42,12 @@ def _keep(original: Original, req: Req, tree: RadixTree, *, checkpoint: bool) ->
     if checkpoint or ext is None or ext.swap is None or ext.swap.preempted is not req:
         return original(req, tree, checkpoint=checkpoint)
     with ext.swap.manager.clock.on():
-        return _kept(original, req, tree, ext.swap.manager, ext.costs)
+        return _kept(original, req, tree, ext.swap.manager, ext)
 
 
-def _kept(original: Original, req: Req, tree: RadixTree, swap: SwapManager, costs: Costs) -> object:
+def _kept(
+    original: Original, req: Req, tree: RadixTree, swap: SwapManager, ext: ExtRuntime
+) -> object:
     began = time.perf_counter()
     # The last token has no KV yet: the next step computes it, or is computing it now.
     tokens = len(req.origin_input_ids) + len(req.output_ids) - 1
@@ -53,8 +55,8 @@ def _kept(original: Original, req: Req, tree: RadixTree, swap: SwapManager, cost
     whole = req.to_finish is None and req.kv.holds_kv and req.kv.kv_committed_len >= tokens
     # Loaded KV is valid only when SGLang has processed the forward that needed it.
     whole = whole and req.rid not in tree.linker.private_load_indices
-    keeps = not swap.experiment.recompute and whole and serves(req)
-    if not keeps or not choices.keeps(costs, tokens):
+    keeps = not swap.experiment.recompute and whole and serves(req) and not ext.recomputes(req)
+    if not keeps or not choices.keeps(ext.costs, tokens):
         swap.counts.recomputed += 1
         return original(req, tree, checkpoint=False)
     blocks = _blocks(req, tree, tokens)
@@ -163,7 +165,7 @@ def displace(adder: PrefillAdder, req: Req, lacking: float) -> bool:
     ]
     reserved = adder._get_running_request_total_token_offset
     running = [
-        Running(sign * one.priority, _arrival(one), one.kv.kv_allocated_len + reserved(one))
+        Running(sign * one.priority, arrival(one), one.kv.kv_allocated_len + reserved(one))
         for one in able
     ]
     margin = adder.priority_scheduling_preemption_threshold
@@ -193,7 +195,7 @@ def keep_place(scheduler: Scheduler, req: Req, arrived: float) -> None:
     queue = scheduler.waiting_queue
     if queue and queue[-1] is req:
         queue.pop()
-        later = (at for at, one in enumerate(queue) if _arrival(one) > arrived)
+        later = (at for at, one in enumerate(queue) if arrival(one) > arrived)
         queue.insert(next(later, len(queue)), req)
         if envs.SGLANG_REQ_WAITING_TIMEOUT.get() > 0:
             return  # the timeout counts from the same time
@@ -201,11 +203,6 @@ def keep_place(scheduler: Scheduler, req: Req, arrived: float) -> None:
         # SGLang orders by this time, and adds the time since then to the time in the queue.
         stats.queue_duration_s -= stats.wait_queue_entry_time - arrived
         stats.wait_queue_entry_time = arrived
-
-
-def _arrival(req: Req) -> float:
-    arrived: float = req.time_stats.wait_queue_entry_time
-    return arrived
 
 
 def _held(tokens: int, _observer: object) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sgl_ext.config import Swap, SwapExperiment
@@ -65,6 +65,8 @@ class SwapPower(Power[Swap]):
     ahead: SwapAhead
     priorities: priorities.Priorities | None
     preempted: Req | None = None
+    _cleared: Sequence[str] = ()
+    """Requests whose KV was dropped with all cached KV; they are lost in the next step."""
     _expecting: PrefillAdder | None = None
     """Adder of the step in which memory was last reserved for swap-ins in progress."""
     _metrics: SwapMetrics | None = None
@@ -217,6 +219,11 @@ class SwapPower(Power[Swap]):
 
     def before_step(self, running: ScheduleBatch) -> None:
         manager, scheduler = self.manager, self.scheduler
+        if self._cleared:
+            for req in (*scheduler.waiting_queue, *self.ext.withheld()):
+                if req.rid in self._cleared:
+                    self.lost(req.rid, req)
+            self._cleared = ()
         with manager.clock.on():
             news = manager.advance()
             for rid, pages in self.ahead.land(scheduler.tree_cache):
@@ -273,7 +280,8 @@ class SwapPower(Power[Swap]):
 
     def reset(self) -> None:
         self.ahead.clear()
-        self.manager.clear()
+        # Other powers look up what is left in the tiers, which are emptied after this call.
+        self._cleared = (*self._cleared, *self.manager.clear())
         if self.priorities is not None:
             self.priorities.clear()
 

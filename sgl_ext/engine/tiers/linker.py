@@ -128,6 +128,8 @@ class TierLinker(UnifiedCacheLinker):
         """Whether the KV of that node is not looked up again."""
         self.begin = 0
         """Position in its prompt of the first token that is looked up next."""
+        self.end = 0
+        """Position behind the last token that SGLang may take from a cache."""
         self.looked_up: LookUp | None = None
         """Latest look-up of the request that SGLang considers; None if there was none."""
         self.layer_done_counter = self.stack.loads.layers
@@ -139,7 +141,11 @@ class TierLinker(UnifiedCacheLinker):
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         began = time.perf_counter()
-        keys, pages = _keys(transfers[0]), None
+        # What is looked up beyond the end would be loaded in vain, and the request would wait.
+        most = max(self.end // self._page - self.begin // self._page, 0)
+        keys, pages = _keys(transfers[0])[:most], None
+        if not keys:
+            return [0]
         if self.restoring is not None and self.stack.enabled:
             pages = self.restoring.lookup(rid, keys)
         if pages is None:

@@ -47,7 +47,8 @@ class TierMetrics(Paced):
         )  # fmt: skip
         self._late = metrics.counter(
             "sglang_ext:tiers_late_loads",
-            "Loads that a request was not held back for any longer than tiers.wait.",
+            "Loads still unfinished when tiers.wait expired; the request was admitted and the "
+            "missing pages were computed.",
         )
         self._totals = Totals()
 

@@ -30,7 +30,7 @@ def prepare() -> None:
     if shutil.which("ninja") is None:  # of a virtual environment that is not activated
         folder = str(Path(sys.executable).parent)
         os.environ["PATH"] = os.pathsep.join((folder, os.environ.get("PATH", os.defpath)))
-    logger.info("loading SGLang's hash of pages; the first time, it is compiled for a minute")
+    logger.info("loading SGLang's page-hash extension (first start: compiles for about a minute)")
     try:
         get_hash_str([0])
     except RuntimeError as error:

@@ -6,12 +6,19 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from sgl_ext.config import Tiers
-from sgl_ext.engine.core import planning
-from sgl_ext.engine.core.hooks import ActivationError
+from sgl_ext.engine.core import planning, releases
+from sgl_ext.engine.core.hooks import ActivationError, installed_sglang
 from sgl_ext.engine.core.meta_info import tell
 from sgl_ext.engine.core.power import Power
-from sgl_ext.engine.core.releases import linker_arguments
-from sgl_ext.engine.core.sglang_types import PrefillAdder, Req, ScheduleBatch, Scheduler, ServerArgs
+from sgl_ext.engine.core.requests import reusable
+from sgl_ext.engine.core.sglang_types import (
+    ModelConfig,
+    PrefillAdder,
+    Req,
+    ScheduleBatch,
+    Scheduler,
+    ServerArgs,
+)
 from sgl_ext.engine.core.tracing import trace
 from sgl_ext.engine.core.unserved import Unserved, require_served
 from sgl_ext.engine.tiers import hooks, page_hash
@@ -73,7 +80,17 @@ class TiersPower(Power[Tiers]):
         super().declare(server_args)
         if server_args.pp_size > 1:
             require_served(server_args, self.name, self.unserved_with_pipeline)
-        declare_resolution(server_args, "sgl_ext", **linker_arguments(hooks.LINKER))
+        declare_resolution(server_args, "sgl_ext", **releases.linker_arguments(hooks.LINKER))
+
+    def require_resolved(self, view: ServerArgs, model: ModelConfig) -> None:
+        beyond = self.section.ssd or self.section.remote
+        if beyond and not releases.MEDIA_BY_WIDE_HASH and model.is_multimodal:
+            raise ActivationError(
+                "the ssd and remote tiers do not support multimodal models with SGLang "
+                f"{installed_sglang()}, whose keys hold 30 bits of an image's hash, so that the "
+                "KV of another image could be loaded; install a newer SGLang, or use the host "
+                "tier only"
+            )
 
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
         self._loading = []
@@ -90,9 +107,10 @@ class TiersPower(Power[Tiers]):
 
     def matching(self, req: Req, prefix: int) -> None:
         """Removes the mark of an earlier look-up, which would stay if this one finds nothing, and
-        tells the linker where this one begins."""
+        tells the linker where this one begins and has to end."""
         self._wrapper.hit_markers.pop(req.rid, None)
-        self.linker.begin, self.linker.looked_up = prefix, None
+        self.linker.begin, self.linker.end = prefix, reusable(req)
+        self.linker.looked_up = None
         self.linker.prefixes.matching(req.rid)
 
     def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:

@@ -12,15 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
 
 from sgl_ext.config import ExtConfig
 from sgl_ext.engine.chunks import blend
 from sgl_ext.engine.core import dispatch, runtime, weight_updates
+from sgl_ext.engine.core.activation import CARRIED
 from sgl_ext.engine.core.powers import ORDER
 from sgl_ext.engine.core.scheduler import HOOKS
 from sgl_ext.engine.cpu import hicache, hicache_link, packed_linear
 from sgl_ext.engine.front import dispatch as front
+from sgl_ext.engine.front.fronts import add_front
 from sgl_ext.engine.launch import launcher
 from sgl_ext.engine.restore import fill, interruption
 from sgl_ext.engine.step import forward
@@ -275,8 +278,9 @@ def test_packed_weights_and_powers_learn_that_weights_change(
     packed_linear.install()
     packed_linear._pack(layer)
     assert layer in packed_linear._packed
+    asked = SimpleNamespace(action="reset_tensors")
     for hook in weight_updates.HOOKS:
-        hook.function(lambda *_: None, None, None)
+        hook.function(lambda *_: None, None, asked)
     assert told == ["ext"] * len(weight_updates.HOOKS) * active
     assert layer not in packed_linear._packed
     packed_linear._pack(layer)
@@ -297,6 +301,35 @@ def test_generate_hook_accepts_the_request_of_the_grpc_bridge() -> None:
 
     assert asyncio.run(answers()) == ["answer"]
     assert given == ["obj", {"request": "the bridge's"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"text": ["a"] * 65_537}, "65537 prompts with n=1 request 65537 answers"),
+        ({"text": ["a"] * 1000, "sampling_params": {"n": 100}}, "request 100000 answers"),
+        ({"text": 5}, "the request cannot be read"),
+    ],
+)
+def test_prompts_are_counted_before_fronts_rewrite_them(
+    fields: dict[str, Any], message: str
+) -> None:
+    async def original(*_: object) -> AsyncIterator[str]:
+        yield "answer"
+
+    async def answers() -> list[object]:
+        args = SimpleNamespace(enable_metrics=False, **{CARRIED: SimpleNamespace(config=1)})
+        manager: Any = SimpleNamespace(server_args=args)
+        rewritten: list[object] = []
+        add_front(manager, SimpleNamespace(accept=rewritten.append))  # type: ignore[arg-type]
+        generated = front._generate(original, manager, GenerateReqInput(**fields))
+        try:
+            return [answer async for answer in generated]
+        finally:
+            assert not rewritten
+
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(answers())
 
 
 @pytest.mark.parametrize(("overlap", "stream"), [(True, "forward"), (False, "schedule")])
@@ -329,6 +362,23 @@ def test_powers_are_told_of_weights_that_have_changed_only(
     result = SimpleNamespace(success=success, message=message)
     assert weight_updates.HOOKS[0].function(lambda *_: result, None, None) is result
     assert told == ["ext"] * changed
+
+
+@pytest.mark.parametrize(
+    ("action", "changes"),
+    [("reset_tensors", True), ("snapshot", False), ("compare", False), ("checksum", False)],
+)
+def test_a_check_of_weights_that_overwrites_them_is_a_change(
+    monkeypatch: pytest.MonkeyPatch, action: str, changes: bool
+) -> None:
+    told: list[str] = []
+    ext = SimpleNamespace(outside_in=[SimpleNamespace(weights_changed=lambda: told.append("ext"))])
+    monkeypatch.setattr(runtime, "current", ext)
+    monkeypatch.setattr(weight_updates, "listeners", {lambda: told.append("packed")})
+    (hook,) = (each for each in weight_updates.HOOKS if each.target.endswith(".check_weights"))
+    result = SimpleNamespace(success=False, message="half of it")
+    assert hook.function(lambda *_: result, None, SimpleNamespace(action=action)) is result
+    assert told == ["packed", "ext"] * changes
 
 
 def test_powers_are_told_of_weights_if_the_update_raises(monkeypatch: pytest.MonkeyPatch) -> None:

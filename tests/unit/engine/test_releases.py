@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.storage.mooncake_store import mooncake_direct_linker as shipped
@@ -44,6 +45,14 @@ def test_the_arguments_of_a_linker_exist() -> None:
     assert given["enable_unified_cache_external_linker"] is True
     assert {*given} <= names
     assert ("unified_cache_external_linker_config" in names) == releases.LINKER_BY_NAME
+
+
+def test_the_width_of_the_keys_of_images_is_known() -> None:
+    item = MultimodalDataItem(modality=Modality.IMAGE)
+    item.set_hash((1 << 64) - 1)
+    first = item.pad_value
+    item.set_hash((1 << 30) - 1)  # has the same lowest 30 bits
+    assert (item.pad_value != first) == releases.MEDIA_BY_WIDE_HASH
 
 
 def test_the_target_of_the_linkers_hook_exists(monkeypatch: pytest.MonkeyPatch) -> None:

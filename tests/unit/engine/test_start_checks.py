@@ -18,7 +18,7 @@ from sglang.srt.arg_groups import model_override_base, overrides
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, Phase, with_phase
 
 from sgl_ext.config import SECTIONS, load
-from sgl_ext.engine.core import served
+from sgl_ext.engine.core import releases, served
 from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.launch import start_checks
 
@@ -73,7 +73,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
             {"tiers": HOST, "swap": {"capacity": "512KiB"}}, {},
             "swap.capacity is 512KiB, but one page of 16 tokens takes 741,376 B; raise it",
         ),
-        ({"tiers": HOST}, {"kv_cache_dtype": "fp8_e4m3"}, "^tiers: .* KV of type fp8_e4m3; rem"),
+        ({"tiers": HOST}, {"kv_cache_dtype": "fp8_e4m3"}, "^tiers requires .* type fp8_e4m3; rem"),
         ({"tiers": HOST, "memory": {"layout": "layer_major"}}, {}, "support memory.layout layer_"),
         ({"memory": {"layout": "block_major"}}, {"enable_memory_saver": True}, "-memory-saver; r"),
         (
@@ -115,6 +115,27 @@ def test_methods_are_refused_where_they_cannot_select_tokens(
             arguments(tp_size=tp_size), load({"chunks": {"method": method}})
         )
     start_checks.require_resolved(arguments(tp_size=tp_size), load({"chunks": {}}))
+
+
+@pytest.mark.parametrize(
+    "lower",
+    [{"ssd": {"directories": ["/tmp"], "capacity": "1GiB"}}, {"remote": {"master": "localhost:1"}}],
+)
+def test_stored_kv_of_images_with_short_keys_is_refused(
+    model: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, lower: Mapping[str, object]
+) -> None:
+    config = load({"tiers": {**HOST, **lower}})
+    monkeypatch.setattr(releases, "MEDIA_BY_WIDE_HASH", False)
+    model.is_multimodal = True
+    start_checks.require_resolved(arguments(), load({"tiers": HOST}))
+    refused = "^the ssd and remote tiers do not .* 30 bits of an image's hash, .*; install a newer"
+    with pytest.raises(ActivationError, match=refused):
+        start_checks.require_resolved(arguments(), config)
+    model.is_multimodal = False
+    start_checks.require_resolved(arguments(), config)
+    monkeypatch.setattr(releases, "MEDIA_BY_WIDE_HASH", True)
+    model.is_multimodal = True
+    start_checks.require_resolved(arguments(), config)
 
 
 def test_the_arguments_are_those_of_sglang() -> None:
@@ -164,7 +185,8 @@ def test_no_power_is_served_on_another_device_than_the_cpu(
             arguments(device=device, attention_backend="triton"), block_major
         )
         return
-    with pytest.raises(ActivationError, match=f"does not support the device {named}; remove one"):
+    refused = f"layout, which does not support the device {named}; remove memory.layout block_major"
+    with pytest.raises(ActivationError, match=refused):
         start_checks.require_resolved(arguments(device=device), block_major)
 
 
@@ -218,8 +240,8 @@ def test_what_has_not_been_tried_on_cuda_is_refused(
     )
     with pytest.raises(
         ActivationError,
-        match=f"^tiers: this requires the block-major KV layout, which does not support {reason}; "
-        "remove one of the two$",
+        match=f"^tiers requires the block-major KV layout, which does not support {reason}; "
+        "remove tiers from the configuration, or change that setting$",
     ):
         start_checks.require_resolved(view, load({"tiers": HOST}))
     if reason.endswith(" on cuda"):

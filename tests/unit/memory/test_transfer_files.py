@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import warnings
@@ -281,6 +282,40 @@ def test_a_file_system_without_direct_io_is_buffered(
     engine.submit([(memory.ctypes.data + 1, file.base + 3, 17, 1, 0, 0)], lane).wait(DEADLINE_S)
     assert (tmp_path / "data").read_bytes() == bytes(3) + memory[1:18].tobytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]  # no probe is left
+
+
+@pytest.mark.parametrize(("error", "direct"), [(errno.EINVAL, False), (errno.ENOSPC, True)])
+def test_a_file_system_that_refuses_direct_writes_is_buffered(
+    engine: TransferEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: int,
+    direct: bool,
+) -> None:
+    """A full file system is not one of these: it may have blocks for the files that exist."""
+    if not engine.file_lane(tmp_path).direct:
+        pytest.skip("no direct I/O here")
+
+    def refuse(*_: object) -> int:
+        raise OSError(error, "refused")
+
+    monkeypatch.setattr(os, "write", refuse)
+    assert engine.file_lane(tmp_path).direct == engine.disk_lane(tmp_path).direct == direct
+    assert list(tmp_path.iterdir()) == []  # no probe is left
+    monkeypatch.undo()
+
+
+def test_a_directory_that_fails_the_test_of_direct_writes_is_refused(
+    engine: TransferEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "write", fail)
+    with pytest.raises(OSError, match="broken"):
+        engine.file_lane(tmp_path)
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_in_shared_memory_work_with_or_without_direct_io(engine: TransferEngine) -> None:

@@ -27,7 +27,7 @@ class Req(SimpleNamespace):
         super().__init__(
             rid=rid, origin_input_ids=[1] * prompt, output_ids=[], beam_group=None, session=None,
             full_untruncated_fill_ids=[1] * prompt,
-            sampling_params=SimpleNamespace(max_new_tokens=answer),
+            sampling_params=SimpleNamespace(max_new_tokens=answer, min_new_tokens=0),
             kv=SimpleNamespace(holds_kv=False, req_pool_idx=None, kv_allocated_len=0),
             time_stats=time_stats(RecordedTrace(enabled=False)),
         )  # fmt: skip

@@ -241,6 +241,21 @@ def test_all_memory_is_returned_when_either_side_closes() -> None:
     assert pair.master.master.borrowed == 0
 
 
+def test_a_restarted_master_is_lent_memory_at_once() -> None:
+    """The master that closes refuses memory, for as long as needs are expected to recur."""
+    pair = Pair()
+    pair.step(times=4)
+    pair.master.master.close()
+    pair.step(times=3)
+    assert pair.lent == 0
+    assert "shutting down" in pair.worker.worker.refused
+    pair.master_lives[0].dead = True
+    pair.master = LightMaster(20, 400, lease=10, process=pair.worker_lives)
+    pair.step(times=4)
+    assert pair.lent == pair.worker.memory.size
+    assert pair.worker.worker.refused == ""
+
+
 @pytest.mark.parametrize(
     ("offset", "size"), [(0, 100), (1, 8 * PAGE), (-PAGE, 8 * PAGE), (8 * PAGE, -PAGE)]
 )

@@ -171,6 +171,102 @@ def test_every_beam_of_a_group_needs_memory(opened: Callable[..., Any]) -> None:
     assert side._need(scheduler.running_batch) == one + 7 * 32
 
 
+def test_a_long_answer_needs_what_sglang_reserves_of_it(opened: Callable[..., Any]) -> None:
+    side, scheduler = worker_of(opened, 16, 64)
+    req = Req("chat", 160, 10_000)
+    scheduler.waiting_queue = [req]
+    reserve, pages = 4096, 2 * 16
+    assert side._need(scheduler.running_batch) == 160 + reserve + pages
+    req.output_ids = [1] * 320
+    assert side._need(scheduler.running_batch) == 160 + 320 + reserve + pages
+    req.output_ids = [1] * 9920
+    assert side._need(scheduler.running_batch) == 160 + 10_000 + pages
+
+
+@pytest.mark.parametrize("generated", [0, 320])
+def test_answers_are_clipped_if_memory_does_not_come_back(
+    opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, generated: int
+) -> None:
+    """Clips to memory with the loan when requests arrive, and to own memory when it is over."""
+    refused: list[tuple[Req, str]] = []
+
+    def refuse(scheduler: Scheduler, req: Req, message: str) -> None:
+        scheduler.waiting_queue.remove(req)
+        refused.append((req, message))
+
+    monkeypatch.setattr(peer_side, "refuse_waiting", refuse)
+    side, scheduler = opened("master", 16, 200, beyond=400)
+    allocator = scheduler.token_to_kv_pool_allocator
+    side._resizer.restore(301, 401)
+    step(side, scheduler)
+    prompt = 500
+
+    def clipped() -> int:
+        found = allocator.max_new_tokens_for_memory(
+            prompt, 1 << 30, token_capacity=allocator.size, sliding_window_size=None,
+            chunk_size=None,
+        )  # fmt: skip
+        assert found is not None
+        return found
+
+    chat, whole = Req("chat", prompt, answer := clipped()), Req("whole", 3190)
+    chat.sampling_params.min_new_tokens = answer
+    chat.output_ids = [1] * generated
+    scheduler.waiting_queue = [chat, whole]
+    assert step(side, scheduler) == [chat, whole]
+    side._resizer.withdraw(301, 401)
+    assert step(side, scheduler) == []
+    assert scheduler.waiting_queue == [chat, whole]
+    side._awake += 121  # longer than the deadline and the lease
+    assert step(side, scheduler) == [chat]
+    assert chat.sampling_params.max_new_tokens == chat.sampling_params.min_new_tokens < answer
+    ((req, message),) = refused
+    assert req is whole
+    assert "more KV memory than the 3200 tokens" in message
+    side._awake += 121
+    step(side, scheduler)  # nothing is promised any more: a stock server's limit
+    assert chat.sampling_params.max_new_tokens == clipped()
+
+
+def test_an_answer_is_not_clipped_below_what_is_generated(opened: Callable[..., Any]) -> None:
+    _, scheduler = opened("master", 16, 200, beyond=400)
+    allocator = scheduler.token_to_kv_pool_allocator
+    req = Req("late", 3000, 1000)
+    req.output_ids = [1] * 170
+    vacate.clip(req, allocator)
+    assert req.sampling_params.max_new_tokens == 175  # SGLang's rule
+    req.output_ids = [1] * 190
+    vacate.clip(req, allocator)
+    assert req.sampling_params.max_new_tokens == 175
+    req.sampling_params.max_new_tokens = 1000
+    vacate.clip(req, allocator)
+    assert req.sampling_params.max_new_tokens == 191
+    assert not vacate.fits(req, allocator)
+    scored = Req("scored", 3000, 0)
+    vacate.clip(scored, allocator)
+    assert scored.sampling_params.max_new_tokens == 0
+    beams = Req("beams", 3000, 1000)
+    beams.beam_group = SimpleNamespace(beam_width=2)
+    vacate.clip(beams, allocator)
+    assert beams.sampling_params.max_new_tokens == 1000
+
+
+def test_a_request_that_waits_for_memory_keeps_its_place(opened: Callable[..., Any]) -> None:
+    side, scheduler = worker_of(opened, 16, 64)
+    master = LightMaster(20, 2000, lease=60)
+    talk(side, scheduler, master)
+    master.slow = True
+    while master.begin(20):
+        pass
+    side._worker._pool.grow(4)
+    early, large, late = Req("early", 30), Req("large", 800), Req("late", 30)
+    for at, req in enumerate((early, large, late)):
+        req.time_stats.wait_queue_entry_time = at
+    scheduler.waiting_queue = [early, large, late]
+    assert step(side, scheduler) == [early, late]
+    assert scheduler.waiting_queue == [early, large, late]
+
+
 def test_a_request_that_waits_for_memory_does_not_block_smaller_ones(
     opened: Callable[..., Any],
 ) -> None:

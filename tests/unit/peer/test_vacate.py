@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from sgl_ext.engine.core import runtime
 from sgl_ext.engine.kv.allocator import BlockGroupAllocator
 from sgl_ext.engine.peer import vacate
 
@@ -114,6 +115,26 @@ class Batch:
 
     def filter_batch(self, keep_indices: list[int]) -> None:
         self.reqs = [self.reqs[at] for at in keep_indices]
+
+
+def test_a_prompt_is_retracted_for_which_a_block_is_locked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prompt that is computed in parts keeps the chunks that its next parts link."""
+    chunked = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=0, kv_allocated_len=2))
+    scheduler = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.tensor([[8, 9]], dtype=torch.int32)),
+        chunked_req=chunked,
+    )
+    released: list[object] = []
+    monkeypatch.setattr(vacate, "release", lambda _scheduler, req: released.append(req))
+    kept = {id(chunked): [torch.tensor([12, 13]), torch.tensor([41])]}
+    power = SimpleNamespace(locked=lambda req: kept[id(req)])
+    monkeypatch.setattr(runtime, "current", SimpleNamespace(inside_out=[power]))
+    batch = Batch([])
+    assert vacate.retract(scheduler, batch, 44, 48) == []
+    assert vacate.retract(scheduler, batch, 40, 44) == released == [chunked]
+    assert scheduler.chunked_req is None
 
 
 def test_requests_that_hold_a_block_are_retracted() -> None:

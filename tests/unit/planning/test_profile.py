@@ -10,13 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sgl_ext.calibration import profile as calibration
 from sgl_ext.calibration.profile import calibrate
 from sgl_ext.config import ExtConfig, load
+from sgl_ext.doctor_model import linking
 from sgl_ext.errors import ExtError
 from sgl_ext.planning.compute_cost import ComputeCost, DecodeCost, fit
 from sgl_ext.planning.costs import Costs
 from sgl_ext.planning.load_cost import LoadCost
 from sgl_ext.planning.profile import Profile, Subject, devices, find, known, path_of, save
+from sgl_ext.serving import server
 
 SUBJECT = Subject("fingerprint", "bfloat16", 16, "a machine")
 PROFILE = Profile(
@@ -81,6 +84,10 @@ def test_first_load_replaces_the_default_of_an_unmeasured_tier(
     assert plain is not None
     assert linked is not None
     assert devices(plain) != devices(linked)
+    by_layers = plain.model_copy(update={"layout": "layer_major"})
+    assert devices(plain) != devices(by_layers)
+    # Profiles that name no layout are those of token_major.
+    assert devices(plain) == {"host": '{"emulate":null,"link":null}'}
 
 
 def test_profile_of_another_subject_is_not_used(tmp_path: Path) -> None:
@@ -152,6 +159,45 @@ def test_known_yields_valid_profiles_of_this_version(tmp_path: Path) -> None:
 def test_calibration_without_a_tiers_section_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ExtError, match="the configuration has no tiers section"):
         calibrate(tmp_path, ExtConfig(), [])
+
+
+def test_each_tier_is_measured_with_the_settings_of_the_server(tmp_path: Path) -> None:
+    whole = load(
+        {
+            "start_deadline": "2h",
+            "tiers": {
+                "host": {"capacity": "1GiB"}, "remote": {"master": "localhost:1"},
+                "ssd": {"directories": [str(tmp_path)], "capacity": "1GiB"},
+                "layout": "layer_major", "staging": "64MiB", "wait": "1s",
+            },
+        }
+    )  # fmt: skip
+    assert whole.tiers is not None
+    for name, alone in calibration._one_by_one(whole.tiers):
+        with alone as section:
+            only = whole.model_copy(update={"tiers": section})
+            found = load(calibration._system(name, only, ()).arguments[-1])
+        assert found.start_deadline == 7200
+        assert found.tiers is not None
+        assert set(devices(found.tiers)) == {name}
+        assert (found.tiers.layout, found.tiers.staging, found.tiers.wait) == (
+            "layer_major", 64 << 20, 1.0,
+        )  # fmt: skip
+
+
+def test_the_server_of_doctor_has_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[server.System] = []
+
+    def serve(systems: list[server.System], *_: object, **__: object) -> None:
+        started.extend(systems)
+        raise ExtError("enough")
+
+    monkeypatch.setattr(server, "serve", serve)
+    linking(tmp_path, load({"start_deadline": "2h", "chunks": {}}))
+    (system,) = started
+    assert load(system.arguments[-1]).start_deadline == 7200
 
 
 @pytest.mark.parametrize(

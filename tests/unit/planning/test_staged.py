@@ -416,3 +416,75 @@ def test_a_tier_that_hangs_is_not_waited_for_longer_than_allowed(
         assert not ready()
         until(ready)
         prefixes.clear()
+
+
+def test_the_stage_that_needs_most_decides_whether_pages_are_awaited() -> None:
+    wires = Wires(2)
+    first, *further = (FirstStage(wires), *(FurtherStage(Wire(wires, at)) for at in (1, 2)))
+    asked: list[tuple[float, float]] = []
+
+    def awaited(loading: float, computing: float) -> bool:
+        asked.append((loading, computing))
+        return loading > 0
+
+    def step(*others: Found) -> Found:
+        """Returns the answer to reports of the last step; the first stage has all pages."""
+        found = first.prefix("r", 1, Found(5, ready=True), awaited=awaited)
+        for one, reported in zip(further, others, strict=True):
+            assert one.prefix("r", 1, reported) == found
+        return found
+
+    slow, slower = Found(4, True, 1.0, 3.0), Found(5, True, 2.0, 2.5)
+    assert step(slow, slower) == Found(0, ready=False)
+    assert step(Found(4, True), Found(5, True)) == Found(4, ready=False)
+    assert step(Found(4, True), Found(5, True)) == Found(4, ready=True)
+    assert asked == [(2.0, 3.0), (0.0, 0.0)]
+
+
+@pytest.mark.parametrize("running", [0, 1])
+def test_a_request_waits_for_a_further_stage_while_others_run(
+    running: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first stage has all pages, the other one has to load them; waiting costs less."""
+    wires, named = Wires(1), keys(*range(12))  # more than a load takes
+    with ExitStack() as undo:
+        stages: list[tuple[Machine, StagedRestorations]] = []
+        for agreement in (FirstStage(wires), FurtherStage(Wire(wires, 1))):
+            machine = Machine(1, PAGES)
+            undo.callback(machine.close)
+            undo.callback(machine.shelf.open.set)
+            monkeypatch.setattr(machine.planner.costs, "computing", lambda *_: 1.0)
+            monkeypatch.setattr(machine.planner.costs, "per_loaded", lambda _tier: 0.001)
+            stages.append((
+                machine,
+                StagedRestorations(
+                    machine.stack, machine.planner, agreement, None, lambda: running
+                ),
+            ))  # fmt: skip
+        (has, first), (lacks, further) = stages
+        has.store(named, np.arange(len(named)))
+        lacks.shelve(named)
+        lacks.shelf.open.clear()
+        answers: list[int] = []
+
+        def step() -> bool:
+            """Returns whether the request is admitted."""
+            for machine, prefixes in stages:
+                machine.poll()
+                prefixes.matching("r")
+                answers.append(prefixes.lookup("r", named))
+            assert answers[-1] == answers[-2]
+            assert first.ready("r") == further.ready("r")
+            return first.ready("r")
+
+        def reported() -> bool:
+            step()
+            return "r" in further._restorable
+
+        until(reported)
+        assert step() != bool(running)
+        lacks.shelf.open.set()
+        until(step)
+        assert answers[-1] == len(named)
+        for _, prefixes in stages:
+            prefixes.clear()

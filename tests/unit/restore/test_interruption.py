@@ -33,7 +33,7 @@ def _request(rid: str, tokens: int, answer: int = 16, **more: Any) -> Any:
         rid=rid, origin_input_ids=[0] * tokens, output_ids=[], retraction_count=0,
         sampling_params=SimpleNamespace(max_new_tokens=answer), return_logprob=False,
         logprob_start_len=-1, skip_radix_cache_insert=False, prefix_len=64,
-        kv=SimpleNamespace(kv_allocated_len=64), **more,
+        kv=SimpleNamespace(kv_allocated_len=64), session=None, **more,
     )  # fmt: skip
 
     def reset() -> None:
@@ -150,6 +150,7 @@ def test_only_prompts_with_chunks_are_interrupted_though_a_power_provides_their_
         "prompt logprobs",
         "not cached",
         "recorded",
+        "streaming session",
     ],
 )
 def test_a_prompt_is_not_interrupted_without_benefit(
@@ -168,6 +169,8 @@ def test_a_prompt_is_not_interrupted_without_benefit(
             setup.long.skip_radix_cache_insert = True
         case "recorded":
             monkeypatch.setattr(setup.power, "bound", lambda _req: True)
+        case "streaming session":
+            setup.long.session = SimpleNamespace(streaming=True)
     before = [*setup.scheduler.waiting_queue]
     assert not setup.step()
     assert setup.scheduler.chunked_req is setup.long

@@ -94,6 +94,7 @@ def scheduled(
 def request(rid: str = "r", **more: Any) -> Any:
     fields = {
         "prefix_len": 16, "host_hit_length": 32, "full_untruncated_fill_ids": [0] * 100,
+        "origin_input_ids": [0] * 90, "output_ids": [0] * 10, "positional_embed_overrides": None,
         "session": None, "multimodal_inputs": None, "_compute_max_prefix_len": lambda end: end - 1,
     }  # fmt: skip
     return SimpleNamespace(rid=rid, **{**fields, **more})
@@ -162,6 +163,11 @@ def test_sessions_and_multimodal_prompts_are_not_restored(power: Any, field: str
     assert prompt_of(request(**{field: object()}), 16, 16) is None
 
 
+def test_a_prompt_is_restored_that_a_schedule_policy_looks_up_before_admission(power: Any) -> None:
+    """SGLang has not listed the request's tokens by then; its policy looks all of them up."""
+    assert prompt_of(request(full_untruncated_fill_ids=[]), 16, 16) == (1, 5, 100, 0)
+
+
 def test_precedence_follows_the_priorities_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     for by_priority, low, expected in ((False, False, 0), (True, False, -7), (True, True, 7)):
         scheduled(monkeypatch, by_priority=by_priority, low=low)
@@ -180,6 +186,7 @@ def test_disabled_tiers_are_not_restored_from(power: Any, enabled: bool) -> None
     linker.prefixes = SimpleNamespace(lookup=lambda _rid, _keys, _begin: 0)  # type: ignore[assignment]
     linker.restoring, linker._ranks = power, None
     linker.begin = linker._page = 16
+    linker.end = 32
     power.prefixes = SimpleNamespace(release=lambda _rid: None)
     power.matching(request(), 16)
     assert linker.lookup("r", [SimpleNamespace(keys=["00" * 32])]) == [0]
@@ -250,3 +257,10 @@ def test_restore_requires_parts_of_whole_pages(
     else:
         with pytest.raises(ActivationError, match=re.escape(message)):
             setup.prepare(config.restore, layout.page, size, costs)
+
+
+def test_restore_is_refused_where_sglang_aligns_chunks() -> None:
+    """A prompt whose parts are shorter than the alignment would wait forever."""
+    setup.require_unaligned(None)
+    with pytest.raises(ActivationError, match="SGLang aligns chunks to 4096 tokens"):
+        setup.require_unaligned(4096)

@@ -10,8 +10,11 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from tier_kit import (
     LARGE,
     arena,
@@ -19,13 +22,14 @@ from tier_kit import (
     folder,
     get,
     in_volume,
+    key,
     keys,
     put,
     two_volumes,
 )
 
-from sgl_ext.memory.transfer import FileLane, TransferEngine
-from sgl_ext.tiers import slots
+from sgl_ext.memory.transfer import File, FileLane, TransferEngine
+from sgl_ext.tiers import batches, scan, slots
 from sgl_ext.tiers.arena import Arena
 from sgl_ext.tiers.ssd import SsdTier
 from sgl_ext.tiers.volume import Volume
@@ -44,21 +48,99 @@ def tier(engine: TransferEngine, host: Arena, tmp_path: Path, backend: str) -> I
 
 
 def break_device(volume: Volume) -> None:
-    """Makes I/O on a volume fail with EIO.
+    """Makes I/O on a volume fail with EIO."""
+    volume.file.close()
+    volume.file = unmapped(volume)
 
-    The volume's file becomes the memory of this process, in which these offsets are not mapped.
-    """
+
+def unmapped(volume: Volume) -> File:
+    """Returns a file on which I/O fails with EIO: the memory of this process, in which these
+    offsets are not mapped."""
     lane = volume.lane
     assert isinstance(lane, FileLane)
-    volume.file.close()
     fd = os.open("/proc/self/mem", os.O_RDWR)
     try:
-        volume.file = lane.adopt(fd, 1 << 20)
+        return lane.adopt(fd, 2 << 20)
     finally:
         os.close(fd)
 
 
+def damage(volume: Volume, slot: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes I/O on one slot fail with EIO, and all other I/O that is submitted with it."""
+    whole, submit = volume.file, volume.submit
+    broken = unmapped(volume)
+
+    def faulty(slots: NDArray[np.int64], *args: Any, **keywords: Any) -> Any:
+        volume.file = broken if slot in slots else whole
+        return submit(slots, *args, **keywords)
+
+    monkeypatch.setattr(volume, "submit", faulty)
+
+
 # Errors
+
+
+def test_eio_in_one_slot_loses_only_its_page(
+    tier: SsdTier, host: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume = tier._volumes[0]
+    (lost,) = (number for number in range(40) if volume.slots.index.get(key(number)) == 7)
+    damage(volume, 7, monkeypatch)
+    for _ in range(4):
+        assert get(tier, host, *range(40)) == [number != lost for number in range(40)]
+    assert tier.statistics().failures == {"EIO": 1}
+    assert tier.statistics().pages == 39
+    assert tier.volumes[0].state == "ok"
+
+
+def test_a_slot_that_cannot_be_written_fails_one_page(
+    tier: SsdTier, host: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every slot is in use, so that pages are evicted for each batch."""
+    assert all(put(tier, host, *range(40, 60)))
+    assert tier.statistics().pages == tier.statistics().capacity == 60
+    volume = tier._volumes[0]
+    damage(volume, next(iter(volume.slots.index.values())), monkeypatch)
+    stored = put(tier, host, *range(100, 110))
+    assert stored.count(False) == 1
+    assert get(tier, host, *range(100, 110)) == stored
+    for first in range(200, 300, 10):
+        assert all(put(tier, host, *range(first, first + 10)))
+        assert all(get(tier, host, *range(first, first + 10)))
+    assert tier.statistics().failures == {"EIO": 1}
+    assert tier.statistics().pages == 59
+    assert tier.volumes[0].state == "ok"
+
+
+def test_slots_that_could_not_be_written_are_used_if_there_is_no_other(
+    engine: TransferEngine, host: Arena, tmp_path: Path
+) -> None:
+    tier = SsdTier(host, engine, [tmp_path], 4 * host.stride)
+    (volume,) = tier._volumes
+    with pytest.MonkeyPatch.context() as failing:
+        failing.setattr(volume, "file", unmapped(volume))
+        assert not any(put(tier, host, *range(4)))
+    assert all(put(tier, host, *range(4)))
+    assert all(get(tier, host, *range(4)))
+    tier.close()
+
+
+def test_a_device_on_which_everything_fails_is_not_asked_for_each_page(
+    tier: SsdTier, host: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume, asked = tier._volumes[0], list[int]()
+    good, submit = in_volume(tier._volumes[1]), volume.submit
+    monkeypatch.setattr(batches, "MOST_DIVIDED", 3)
+    break_device(volume)
+
+    def counted(slots: NDArray[np.int64], *args: Any, **keywords: Any) -> Any:
+        asked.append(len(slots))
+        return submit(slots, *args, **keywords)
+
+    monkeypatch.setattr(volume, "submit", counted)
+    assert get(tier, host, *range(40)) == good
+    assert asked == [20, 10, 10, 5, 5, 5, 5]
+    assert tier.statistics().failures == {"EIO": 20}
 
 
 def test_eio_loses_only_the_pages_of_its_device(
@@ -129,6 +211,33 @@ def test_a_truncated_file_loses_pages_but_not_its_device(
     assert [volume.state for volume in tier.volumes] == ["ok", "ok"]
     assert all(put(tier, host, *range(40)))
     assert all(get(tier, host, *range(40)))
+
+
+def test_a_start_loses_only_the_pages_of_unreadable_slots(
+    engine: TransferEngine,
+    tier: SsdTier,
+    host: Arena,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    volume = tier._volumes[0]
+    held = dict(volume.slots.index)
+    broken, submit = unmapped(volume), TransferEngine.submit
+
+    def faulty(self: TransferEngine, copies: Any, *args: Any) -> Any:
+        ((sector, address, width, rows, stride, pitch),) = copies
+        first = (sector - volume.file.base) // stride
+        if {7, 12} & {*range(first, first + rows)}:
+            sector = broken.base
+        return submit(self, [(sector, address, width, rows, stride, pitch)], *args)
+
+    monkeypatch.setattr(TransferEngine, "submit", faulty)
+    volume.slots.index.clear()
+    scan.restore([volume], host, engine, 10.0)
+    assert volume.slots.index == {key: slot for key, slot in held.items() if slot not in (7, 12)}
+    assert [each.getMessage().partition(": ")[2][:18] for each in caplog.records] == [
+        "1 pages are lost: "
+    ] * 2
 
 
 def test_pages_of_an_overwritten_file_fail_their_checksum(

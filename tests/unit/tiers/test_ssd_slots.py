@@ -89,6 +89,22 @@ def test_least_recently_used_slots_are_evicted_first() -> None:
     assert slots.take(5, now=0.0) == [0, 1, 2]
 
 
+def test_slots_that_could_not_be_written_are_used_last() -> None:
+    slots = Slots(6)
+    slots.release_doubtful(slots.take(2, now=0.0))
+    assert slots.take(2, now=0.0) == [2, 3]
+    slots.publish(key(0), 2)
+    slots.release([3])
+    assert (slots.room(now=0.0), slots.reused) == (3, 3)
+    assert slots.take(4, now=0.0) == [2, 3, 4, 5]
+    assert slots.evictions == 1
+    assert (slots.room(now=0.0), slots.reused) == (0, 2)
+    assert slots.take(5, now=0.0) == [0, 1]
+    slots.release_doubtful([0])
+    slots.abandon()
+    assert slots.take(1, now=0.0) == []
+
+
 def test_a_full_file_system_stops_growth_for_a_while() -> None:
     slots = Slots(10)
     for number, slot in enumerate(slots.take(4, now=0.0)):

@@ -28,8 +28,9 @@ from tier_kit import (
 from transfer_kit import wait_until
 
 from sgl_ext.errors import ExtError
-from sgl_ext.memory.transfer import Lane, TransferEngine
+from sgl_ext.memory.transfer import FileLane, Lane, TransferEngine
 from sgl_ext.tiers.arena import Arena
+from sgl_ext.tiers.progress import Progress
 from sgl_ext.tiers.ssd import SsdTier
 from sgl_ext.tiers.volume import Volume
 
@@ -51,6 +52,7 @@ def slowed(volume: Volume, engine: TransferEngine, bytes_per_second: float) -> L
 
     The file belongs to the lane below.
     """
+    volume.progress = Progress(0.5)
     volume.lane = engine.throttled_lane(
         volume.lane, bytes_per_second=bytes_per_second, piece_bytes=4096
     )
@@ -74,6 +76,42 @@ def test_a_slow_device_is_not_stalled(
     assert all(put(tier, host, *range(40)))
     assert all(get(tier, host, *range(40)))
     assert tier.statistics().failures == {}
+    tier.close()
+
+
+def test_a_volume_that_waits_for_another_on_its_device_is_not_stalled(
+    engine: TransferEngine, host: Arena, tmp_path: Path, backend: str
+) -> None:
+    """One volume's I/O takes longer than the deadline, and the other's begins only after it."""
+    assert 20 * host.stride > 0.7e6
+    lanes: list[Lane] = []
+
+    def shared(lane: FileLane) -> Lane:
+        if not lanes:
+            lanes.append(engine.throttled_lane(lane, bytes_per_second=1e6, piece_bytes=4096))
+        return lanes[0]
+
+    tier = SsdTier(
+        host,
+        engine,
+        directories(tmp_path, 2),
+        40 * host.stride,
+        backend=backend,
+        deadline=0.4,
+        wrap=shared,
+    )
+    assert all(put(tier, host, *range(40)))
+    assert all(get(tier, host, *range(40)))
+    assert tier.statistics().failures == {}
+    tier.close()
+
+
+def test_directories_on_one_device_share_its_progress(
+    engine: TransferEngine, host: Arena, tmp_path: Path, backend: str
+) -> None:
+    tier = SsdTier(host, engine, directories(tmp_path, 2), 1 << 20, backend=backend)
+    first, second = tier._volumes
+    assert first.progress is second.progress
     tier.close()
 
 

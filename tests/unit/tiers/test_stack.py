@@ -482,6 +482,24 @@ def test_no_load_is_queued_behind_a_hung_one(
     machine.settle("a")
 
 
+def test_no_lookup_is_queued_behind_a_load(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tier across the network is asked for the pages of other prompts meanwhile."""
+    monkeypatch.setattr(machine.shelf, "immediate", False)
+    machine.shelve(keys(*range(12)))
+    machine.shelf.open.clear()
+    machine.prefixes.lookup("a", keys(1, 2))
+    machine.until(lambda: machine.shelf.loads == 1)
+    asked = machine.stack.lower[0].lookup(keys(3, 4, 20))
+    machine.until(asked.done)
+    assert asked.result() == 2
+    assert machine.shelf.loads == 1
+    machine.shelf.open.set()
+    machine.prefixes.forget("a")
+    machine.until(lambda: machine.stack.host.room == 16)
+
+
 def test_a_queued_load_is_cancelled_with_its_request(machine: Machine) -> None:
     machine.shelve(keys(*range(12)))
     machine.shelf.open.clear()
