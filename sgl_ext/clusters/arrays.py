@@ -42,6 +42,12 @@ class DamagedError(ExtError):
     """Error for a file that is missing, damaged, of another format or of another version."""
 
 
+class UnreadableError(ExtError):
+    """Error for a file that cannot be read now, so that nobody knows whether it is damaged."""
+
+    status = 503
+
+
 class _Header(msgspec.Struct):
     version: int
     about: msgspec.Raw
@@ -101,6 +107,7 @@ def load(path: Path, kind: type[About], shapes: Callable[[About], Shapes]) -> tu
 
     Raises:
         DamagedError: The file is missing, is damaged, has other arrays or is of another version.
+        UnreadableError: The file cannot be read now.
     """
     file = ArrayFile(path, kind, shapes)
     return {name: file.read(name) for name in file.shapes}, file.about
@@ -136,6 +143,7 @@ class ArrayFile(Generic[About]):
 
         Raises:
             DamagedError: See :func:`load`.
+            UnreadableError: See :func:`load`.
         """
         dtype, shape = self.shapes[name]
         with _opened(self._path) as fd:
@@ -151,6 +159,7 @@ def load_about(path: Path, kind: type[About]) -> About:
 
     Raises:
         DamagedError: See :func:`load`.
+        UnreadableError: See :func:`load`.
     """
     with _opened(path) as fd:
         return decode(_read_header(path, fd)[0].about, kind)
@@ -164,10 +173,15 @@ def _opened(path: Path) -> Iterator[int]:
             yield fd
         finally:
             os.close(fd)
-    except (OSError, ValueError, RecursionError, MemoryError, msgspec.MsgspecError) as error:
-        reason = reason_of(error) or "too large"
+    except (FileNotFoundError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise DamagedError(
-            f"{path.name} is not a context file of sgl_ext: {reason}; store the context again"
+            f"{path.name} is not a context file of sgl_ext: {reason_of(error)}; store the context "
+            "again"
+        ) from None
+    except (OSError, MemoryError) as error:
+        reason = reason_of(error) or "there is too little memory"
+        raise UnreadableError(
+            f"{path.name} cannot be read: {reason}; check the device, and try again"
         ) from None
 
 

@@ -21,7 +21,7 @@ class StoredContexts:
 
     Args:
         api_key: API key of the server, if it has one; its admin API key if it has that.
-        cache_salt: Salt of the tenant. Requests that follow its contexts must send the same one.
+        cache_salt: Salt of the tenant. Requests that use its contexts must send the same one.
 
     Every method raises ExtError if the server does not answer or refuses, with its reason;
     :class:`~sgl_ext.errors.UnknownContextError` for a context that it does not have.
@@ -65,11 +65,11 @@ class StoredContexts:
         except ValueError:
             found = {}
         if not {"contexts", "storing", "unreadable", "damaged"} <= {*found}:
-            raise ExtError(f"{answer.url} is not of an sgl_ext server; check the URL")
+            raise ExtError(f"{answer.url} did not come from an sgl_ext server; check the URL")
         return found
 
     def delete(self, id_: str) -> None:
-        """Deletes a context; requests that follow it run to their end."""
+        """Deletes a context; requests that use it run to their end."""
         self._ask("DELETE", f"/{quote(id_, safe='')}", params=self._salt)
 
     def _ask(self, verb: str, path: str, **content: Any) -> requests.Response:

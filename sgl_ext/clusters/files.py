@@ -116,19 +116,27 @@ def no_room(device: int, directory: Path, needed: int, error: OSError | None = N
 
 
 def require_writable(name: str, directories: Sequence[Path]) -> None:
-    """Checks that the files of a context can be removed. A device that is lost is no obstacle.
+    """Checks that the files of a context can be removed.
 
     Raises:
-        ExtError: A file system that has one of them is read-only.
+        ExtError: A folder cannot be reached, so that it may have files that would come back, or
+            the file system that has one of them is read-only.
     """
     for device, directory in enumerate(directories):
-        with suppress(OSError):
+        try:
             read_only = os.statvfs(directory).f_flag & os.ST_RDONLY
-            if read_only and any(directory.glob(f"{name}.*")):
-                raise ExtError(
-                    f"context {name} cannot be deleted: the file system of device {device} is "
-                    "read-only; mount it writable, and delete the context again"
-                )
+            found = any(directory.glob(f"{name}.*"))
+        except OSError as error:
+            raise ExtError(
+                f"context {name} cannot be deleted: device {device} cannot be reached "
+                f"({error.strerror}); mount it, or restart the server if it is replaced, and "
+                "delete the context again"
+            ) from None
+        if read_only and found:
+            raise ExtError(
+                f"context {name} cannot be deleted: the file system of device {device} is "
+                "read-only; mount it writable, and delete the context again"
+            )
 
 
 def remove(name: str, directories: Sequence[Path]) -> None:
@@ -161,8 +169,9 @@ def _remove_scratch(name: str, directories: Sequence[Path]) -> None:
 def _remove(path: Path) -> None:
     """Removes a file if it exists. Where nothing can be written, ``unlink`` fails if it does not,
     too."""
-    if os.path.lexists(path):
-        path.unlink(missing_ok=True)
+    with suppress(FileNotFoundError):
+        path.lstat()
+        path.unlink()
 
 
 @contextmanager

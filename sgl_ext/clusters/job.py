@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,6 +22,9 @@ from sgl_ext.memory.limits import available_memory
 
 _TIMES_KV = 8
 """Memory for the work on a layer relative to its KV: keys in float32, copies in other orders."""
+
+_PR_SET_PDEATHSIG = 1
+"""Option of Linux's ``prctl`` that asks for a signal when the parent ends."""
 
 
 def store(
@@ -61,6 +66,16 @@ def _layers_at_once(recorded: Recorded) -> int:
     return max(min(len(os.sched_getaffinity(0)), fit), 1)
 
 
+def _end_with(server: int) -> None:
+    """Has the kernel kill this process when the server's process ends, even if that is killed.
+
+    Another process may then go on with the record.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server:  # it ended before
+        sys.exit("sgl_ext: the server has ended; send the request again")
+
+
 def main() -> None:
     """Stores a context as a server's process; prints a line per layer, or an error in one line."""
     parser = argparse.ArgumentParser(prog="python -m sgl_ext.clusters.job", description=__doc__)
@@ -69,7 +84,10 @@ def main() -> None:
     parser.add_argument("directories", type=Path, nargs="+")
     parser.add_argument("--copies", type=int, default=1)
     parser.add_argument("--base")
+    parser.add_argument("--server", type=int, help="process that starts this one, and ends it")
     options = parser.parse_args()
+    if options.server is not None:
+        _end_with(options.server)
     os.nice(10)  # the server has priority
     with suppress(OSError):  # if memory runs out, this process is to end and not the server
         Path("/proc/self/oom_score_adj").write_text("1000")

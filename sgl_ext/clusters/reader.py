@@ -244,12 +244,6 @@ class Reader:
         return Reading(self._engine, numbers[order], parts)
 
     def close(self) -> None:
-        """Closes the files.
-
-        Raises:
-            ExtError: A read is still in progress.
-        """
-        while self._files:
-            number, file = next(iter(self._files.items()))
-            file.close()
-            del self._files[number]
+        """Closes the files; see :meth:`TransferEngine.release` for reads in progress."""
+        self._engine.release(*self._files.values())
+        self._files.clear()

@@ -17,7 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_ext.clusters.about import About
-from sgl_ext.clusters.arrays import Arrays, DamagedError, Shapes, load, load_about
+from sgl_ext.clusters.arrays import (
+    Arrays,
+    DamagedError,
+    Shapes,
+    UnreadableError,
+    load,
+    load_about,
+)
 from sgl_ext.clusters.codes import Codes
 from sgl_ext.clusters.files import require, unknown
 from sgl_ext.clusters.geometry import Geometry, as_float32
@@ -120,6 +127,7 @@ def about(name: str, folders: Sequence[Path]) -> About:
     Raises:
         UnknownContextError: The context does not exist.
         DamagedError: The file is not an index.
+        UnreadableError: It is not known whether the file is an index.
     """
     return _first(require(name, folders), lambda path: load_about(path, About))
 
@@ -130,6 +138,7 @@ def about_of(name: str, folders: Sequence[Path], salt: str | None) -> About:
     Raises:
         UnknownContextError: The tenant has no such context.
         DamagedError: The file is not an index.
+        UnreadableError: It is not known whether the file is an index.
     """
     found = about(name, folders)
     if (found.salt or None) != (salt or None):  # SGLang takes an empty salt for none
@@ -147,13 +156,19 @@ def require_no_loss(name: str, lost: Collection[int]) -> None:
 
 
 def _first(paths: Sequence[Path], read: Callable[[Path], Found]) -> Found:
-    """Returns what is read from the first file that is not damaged."""
-    for path in paths[:-1]:
+    """Returns what is read from the first file that can be read and is not damaged.
+
+    Raises:
+        UnreadableError: There is none, and a file cannot be read.
+        DamagedError: All files are damaged.
+    """
+    failed: list[ExtError] = []
+    for path in paths:
         try:
             return read(path)
-        except DamagedError:
-            continue
-    return read(paths[-1])
+        except (DamagedError, UnreadableError) as error:
+            failed.append(error)
+    raise min(failed, key=lambda each: isinstance(each, DamagedError))
 
 
 def require_files(name: str, about: About, folders: Sequence[Path]) -> frozenset[int]:

@@ -38,6 +38,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "block_multiple_of": 16,
     },
 }  # fmt: skip
+_GEMMA = {
+    "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 32, "attention_bias": False,
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh",
+}  # fmt: skip
+WINDOWED = BASE | _GEMMA | {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text",
+    "layer_types": ["sliding_attention", "full_attention"], "rope_local_base_freq": 10000.0,
+}  # fmt: skip
+"""Model with sliding windows whose KV SGLang keeps in a pool of full attention."""
+CAPPED = BASE | _GEMMA | {
+    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2",
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+}  # fmt: skip
 
 BACKENDS = {"SWAKVPool of GptOssForCausalLM": "triton"}
 """Attention backends that SGLang requires for some of the models; no forward runs."""
@@ -51,6 +64,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import PortArgs, ServerArgs
 
 from sgl_ext.config import load
+from sgl_ext.engine.clusters.power import ClustersPower
 from sgl_ext.engine.core import activation
 from sgl_ext.engine.core import scheduler
 from sgl_ext.engine.launch import start_checks
@@ -58,6 +72,10 @@ from sgl_ext.engine.launch import start_checks
 # The launcher refuses clusters with the backend that SGLang demands of one of the models. What a
 # scheduler finds of its pool is tested here.
 start_checks._require_attention = lambda *_: None
+# Neither have the models a tokenizer.
+ClustersPower.unserved = [
+    each for each in ClustersPower.unserved if each[0] != "skip_tokenizer_init"
+]
 
 class Pipe:
     def send(self, info):
@@ -98,6 +116,13 @@ for name, path, backend, config in json.load(open(sys.argv[1])):
 """
 
 
+def folder(path: Path, about: dict[str, Any]) -> str:
+    """Makes a folder with the configuration of a model."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(about))
+    return str(path)
+
+
 def test_sections_that_need_the_slab_are_refused_for_other_pools(tmp_path: Path) -> None:
     peers = tmp_path / "peers"
     devices = tmp_path / "devices"
@@ -111,22 +136,31 @@ def test_sections_that_need_the_slab_are_refused_for_other_pools(tmp_path: Path)
     }
     script = []
     for number, (pool, model) in enumerate(MODELS.items()):
-        path = tmp_path / str(number)
-        path.mkdir()
         about = BASE | {"architectures": [pool.split()[-1]]} | model
-        (path / "config.json").write_text(json.dumps(about))
-        script += [(pool, str(path), BACKENDS.get(pool), config) for config in sections.values()]
+        path = folder(tmp_path / str(number), about)
+        script += [(pool, path, BACKENDS.get(pool), config) for config in sections.values()]
+    path = folder(tmp_path / "windowed", WINDOWED)
+    script += [("windowed", path, None, sections[each]) for each in ("nothing", "tiers")]
+    script += [("capped", folder(tmp_path / "capped", CAPPED), None, sections["nothing"])]
     arguments, program = tmp_path / "arguments.json", tmp_path / "program.py"
     arguments.write_text(json.dumps(script))
     program.write_text(PROGRAM)
     result = subprocess.run(
         [sys.executable, str(program), str(arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
+        env={
+            **os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1",
+            "SGLANG_DISABLED_MODEL_ARCHS": "",  # tests start without most models
+        },
         capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     lines = [json.loads(line) for line in result.stdout.splitlines() if line[:2] == '["']
     assert len(lines) == len(script), result.stderr[-3000:]
-    for (pool, config, said), section in zip(lines, list(sections) * len(MODELS), strict=True):
+    (*_, plain), (*_, tiered), (*_, capped) = lines[-3:]
+    windows = "the KV slab does not support sliding windows"
+    assert json.loads(plain) == {"layout": "layer_major", "because": windows}
+    assert "does not support sliding windows" in tiered
+    assert "does not support attention logits capped at 50.0" in capped
+    for (pool, config, said), section in zip(lines[:-3], list(sections) * len(MODELS), strict=True):
         because = f"the KV slab does not support the pool {pool}"
         if section == "nothing":
             assert json.loads(said) == {"layout": "layer_major", "because": because}
@@ -168,8 +202,10 @@ def test_refusals_name_pools_that_have_no_hook_of_their_own(
     assert kv_memory._pools_built(pools, configurator) is pools
     assert ext.describe_memory() == {"layout": "layer_major", "because": because}
     monkeypatch.setattr(planning, "prepare", lambda *_: None)  # reads SGLang's configuration
+    runner = SimpleNamespace(device="cpu")
+    scheduler: Any = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
     with pytest.raises(ActivationError, match=f"but {because}; remove the peer section"):
-        dispatch._ready(dict, SimpleNamespace())
+        dispatch._ready(dict, scheduler)
     monkeypatch.setattr(runtime, "current", ext := runtime.ExtRuntime(load({})))
     configurator.is_draft_worker = True  # its pool is not that of the served model
     kv_memory._pools_built(pools, configurator)

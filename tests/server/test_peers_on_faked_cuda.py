@@ -84,7 +84,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             "--max-total-tokens", str(tokens), "--page-size", "16", "--chunked-prefill-size", "256",
             "--enable-ext", "--ext-config", json.dumps(config), *BESIDE_OTHERS,
         )  # fmt: skip
-        return System(name, (*ARGUMENTS, *ours), environment(folder, folder / name))
+        # SGLang reserves so many tokens for an answer, which a worker reclaims memory for.
+        reserves = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "40000"}
+        return System(name, (*ARGUMENTS, *ours), environment(folder, folder / name) | reserves)
 
     with tempfile.TemporaryDirectory(prefix="sgl_ext-") as directory:
         systems = [

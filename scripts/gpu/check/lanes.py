@@ -93,6 +93,8 @@ def _compare(
 
     calls: dict[str, Callable[[], None]] = {"lane": ours, "cudaMemcpyAsync": theirs}
     target.zero_()
+    if setup.cuda:
+        torch.cuda.synchronize()  # the lane's streams do not wait for torch's
     ours()
     for a, b, count in pages:
         if not torch.equal(target[b : b + count].cpu(), source[a : a + count].cpu()):

@@ -39,6 +39,8 @@ _TOKEN_BYTES = 2 * 2 * 2 * 64 * 4
 _PIECE = PIECE // _TOKEN_BYTES
 _LONGEST = 30_000
 """Tokens of a request that fit the model's context."""
+_RESERVES = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": str(_LONGEST)}
+"""SGLang reserves at most this many tokens for an answer, which a worker reclaims memory for."""
 _LENT_S = 30.0
 
 
@@ -57,7 +59,7 @@ def run(setup: Setup, outcome: Outcome) -> None:
         worker = {"role": "worker", **shared, "window": "1s"}
 
         def system(name: str, tokens: int, *more: str) -> System:
-            return System(name, (*arguments(setup, tokens), *more), STRICT)
+            return System(name, (*arguments(setup, tokens), *more), {**STRICT, **_RESERVES})
 
         systems = [
             system("peer-large", local + lent),

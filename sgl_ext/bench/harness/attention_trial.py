@@ -84,6 +84,8 @@ class AttentionTrial:
             taken += -(-context // run) * run
         runner = SimpleNamespace(
             device="cpu",
+            model=torch.nn.Module(),
+            model_config=SimpleNamespace(),
             req_to_token_pool=SimpleNamespace(req_to_token=table),
             token_to_kv_pool=pool,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, Self
 
 import msgspec
@@ -31,7 +32,7 @@ class StoreContext(BaseModel):
     stream: bool = False
     """True to stream the progress as server-sent events before the context."""
     cache_salt: Annotated[Text, Field(max_length=1 << 16)] | None = None
-    """Salt of the tenant; other tenants cannot follow, see or delete the context."""
+    """Salt of the tenant; other tenants cannot use, see or delete the context."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -61,7 +62,7 @@ def install(app: FastAPI, service: StoredService) -> None:
             async def work(tell: Tell) -> object:
                 tell("waiting")
                 id_ = await service.creation.create(context, salt, tell, base)
-                return msgspec.structs.asdict(service.describe(id_, salt))
+                return msgspec.structs.asdict(await asyncio.to_thread(service.describe, id_, salt))
 
             return StreamingResponse(events(work), media_type="text/event-stream")
         if body.record_only:
@@ -71,7 +72,7 @@ def install(app: FastAPI, service: StoredService) -> None:
                 )
             }
         id_ = await while_connected(request, service.creation.create(context, salt, base=base))
-        return msgspec.structs.asdict(service.describe(id_, salt))
+        return msgspec.structs.asdict(await asyncio.to_thread(service.describe, id_, salt))
 
     # Not async: the handlers read files, so FastAPI runs them in threads.
     @routes.get("/list")

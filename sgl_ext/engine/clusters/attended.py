@@ -71,8 +71,4 @@ class Attended(Protocol):
         """
 
     def close(self) -> None:
-        """Releases memory and files.
-
-        Raises:
-            ExtError: a read is still in progress.
-        """
+        """Releases memory and files, or leaves them to be released when no device uses them."""

@@ -27,8 +27,10 @@ from sgl_ext.engine.cpu.native_attention import NativeAttention, batch_of
 from sgl_ext.errors import ExtError
 
 _ROWS = 32
-"""Maximum number of rows that blocks are selected for at a time; each row has a score for every
-entry."""
+"""Maximum number of rows that blocks are selected for at a time."""
+_SCORES = 1 << 26
+"""Maximum number of float32 scores of these rows: a row has one for every entry and KV head, and
+their sums."""
 
 
 class StoredAttention:
@@ -45,10 +47,13 @@ class StoredAttention:
         self.memory = memory
         self.seconds = {"select": 0.0, "fetch": 0.0, "assemble": 0.0, "prefetch": 0.0}
         """Seconds that the thread of forwards has spent on the context, by activity."""
+        scores = self._blocks.entries * (stored.about.geometry.kv_heads + 1)
+        self._rows = min(max(_SCORES // max(scores, 1), 1), _ROWS)
+        """Number of rows that blocks are selected for at a time."""
         self._skipped = 0
         """Number of the first tokens that no row sees."""
         self.failed = ""
-        """Reason why the context cannot be followed until it is opened again; empty if it can."""
+        """Reason why the context cannot be used until it is opened again; empty if it can."""
 
     @property
     def tokens(self) -> int:
@@ -133,10 +138,10 @@ class StoredAttention:
     ) -> None:
         """See :meth:`Attended.prefetch <sgl_ext.engine.clusters.attended.Attended.prefetch>`.
 
-        Does nothing for more than :data:`_ROWS` rows, for a share of 1, or if the context has
-        failed.
+        Does nothing for more rows than blocks are selected for at a time, for a share of 1, or if
+        the context has failed.
         """
-        if share >= 1 or len(query) > _ROWS or self.failed:
+        if share >= 1 or len(query) > self._rows or self.failed:
             return
         # The best blocks, as many as fit into memory.
         room = self.memory.most / (len(query) * self._blocks.blocks)
@@ -178,8 +183,8 @@ class StoredAttention:
         Yields:
             The rows, the blocks of each, ``[rows, blocks]``, and the union of these blocks.
         """
-        for start in range(0, len(query), _ROWS):
-            some = slice(start, start + _ROWS)
+        for start in range(0, len(query), self._rows):
+            some = slice(start, start + self._rows)
             with self._timed("select"):
                 chosen = self._select(layer, query[some], keys, own.only(some), share)
             for first, end, wanted in _fitting(chosen, self.memory.most):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -68,6 +69,12 @@ class StoredContexts:
         self._metrics: StoredMetrics | None = None
         self._failed = 0
         """Requests that were refused or ended because of their context."""
+        # Found once per step, because hundreds of requests may wait.
+        self._late: float | None = None
+        """Arrival of the oldest request that is to be admitted first, infinite if there is none;
+        None if it is not yet known in this step."""
+        self._full = math.inf
+        """Arrival of the oldest request whose contexts have found no place in this step."""
 
     def ask(self, req: Req, asked: FollowsStored) -> Follower:
         """Adds SGLang's ``req`` as a follower, and starts to open its context.
@@ -109,6 +116,17 @@ class StoredContexts:
             follower = Follower((record_id(asked),), 1.0, req, time.monotonic(), recorded=asked)
             self._followers[req.rid] = follower
             self._begin(follower)
+
+    def succeeded(self, req: Req) -> None:
+        """Forgets a request that had the id of ``req``, which is being queued, and has ended.
+
+        A client may use the id again before :meth:`keep` is called: SGLang skips the planning of
+        prefills in some steps, and while it is paused. A retracted request is the same object.
+        """
+        self.refused.pop(req.rid, None)  # a waiting request is not queued
+        if (known := self._followers.get(req.rid)) is not None and known.req is not req:
+            del self._followers[req.rid]
+            self.given_up.discard(req.rid)
 
     def follower(self, rid: str) -> Follower | None:
         """Returns the follower with a request id; None if the request follows no context."""
@@ -160,7 +178,7 @@ class StoredContexts:
             raise ExtError(
                 f"context {follower.name} cannot be opened: {reason_of(error)}; try again later"
             ) from None
-        found = [context for context in contexts if context is not None]
+        found = [context for context in contexts if context is not None and not context.failed]
         if len(found) < len(contexts):
             if now - follower.tried > self._config.wait:
                 raise UnavailableError(
@@ -227,13 +245,19 @@ class StoredContexts:
             end_request(follower.req, why)
 
     def keep(self, rids: Collection[str]) -> None:
-        """Removes all followers but those of ``rids``, because their requests have ended."""
+        """Begins a step: removes all followers but those of ``rids``, because their requests have
+        ended."""
         self._followers = {rid: one for rid, one in self._followers.items() if rid in rids}
         self.given_up &= self._followers.keys()
+        self._late, self._full = None, math.inf
 
     def tidy(self) -> None:
-        """Closes deleted or failed contexts that no request follows."""
-        self._open.tidy(self._followed)
+        """Closes deleted or failed contexts that no request needs. Call :meth:`keep` before."""
+        followers = self._followers.values()
+        self._open.tidy(
+            {id_ for each in followers for id_ in each.ids},
+            {id_ for each in followers if each.tokens for id_ in each.ids},
+        )
 
     def describe(self) -> dict[str, object]:
         """Returns the open contexts and the number of followers, for ``/server_info``."""
@@ -252,25 +276,26 @@ class StoredContexts:
             followed = len(self._followers)
             self._metrics.update(self._open.costs, len(opened), followed, lost, self._failed)
 
-    @property
-    def _followed(self) -> set[str]:
-        """Ids of the contexts that requests follow."""
-        return {id_ for follower in self._followers.values() for id_ in follower.ids}
-
     def _begin(self, follower: Follower) -> None:
         """Starts to open the contexts of a request that are not open.
 
         They may take the places of contexts that later requests wait for: two requests that have
         opened some of their contexts each would wait for each other.
         """
-        needed = {
-            id_
-            for other in self._followers.values()
-            if other.tokens or other.since <= follower.since
-            for id_ in other.ids
-        }
+        needed: Collection[str] = ()
+        if not all(id_ in self._open for id_ in follower.ids):
+            if follower.recorded is None and follower.since >= self._full:
+                return  # an older request, which may take more places, has found none
+            needed = {
+                id_
+                for other in self._followers.values()
+                if other.tokens or other.since <= follower.since
+                for id_ in other.ids
+            }
         for id_ in follower.ids:
             self._open.begin(id_, follower.recorded, needed)
+        if not all(id_ in self._open for id_ in follower.ids):
+            self._full = min(self._full, follower.since)
 
     def _gives_way(self, follower: Follower) -> bool:
         """Returns whether an older request, whose context cannot be opened yet, is to be admitted
@@ -282,22 +307,27 @@ class StoredContexts:
         """
         if follower.recorded is not None:  # records take no places
             return False
-        late = time.monotonic() - self._config.wait / 2
-        return any(
-            other.tried and other.tried < late and other.since < follower.since
-            and any(id_ not in self._open for id_ in other.ids)
-            for other in self._followers.values()
-            if not other.tokens
-        )  # fmt: skip
+        if self._late is None:
+            late = time.monotonic() - self._config.wait / 2
+            self._late = min(
+                (
+                    other.since
+                    for other in self._followers.values()
+                    if not other.tokens and other.tried and other.tried < late
+                    and any(id_ not in self._open for id_ in other.ids)
+                ),
+                default=math.inf,
+            )  # fmt: skip
+        return self._late < follower.since
 
     def _require_joined(self, ids: Sequence[str]) -> None:
-        """Raises ExtError if contexts cannot be followed together."""
+        """Raises ExtError if a request cannot use contexts together."""
         if len({*ids}) < len(ids):
             raise ExtError(f"context {'+'.join(ids)} has one of them twice; name each of them once")
         if len(ids) > self._config.open:
             raise ExtError(
-                f"the request follows {len(ids)} contexts, but at most {self._config.open} are "
-                "open at a time (clusters.open); name fewer"
+                f"the request uses {len(ids)} stored contexts, but at most {self._config.open} "
+                "can be open at a time (clusters.open); name fewer"
             )
         if isinstance(self._rope, ExtError):
-            raise ExtError(f"several contexts cannot be followed: {self._rope}; name one")
+            raise ExtError(f"a request cannot use several contexts: {self._rope}; name one")

@@ -14,6 +14,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import xxhash
@@ -40,6 +41,8 @@ _SAYS = "sgl_ext: "
 """Prefix of the error line that the storing process (:mod:`sgl_ext.clusters.job`) prints."""
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class _KilledError(ExtError):
@@ -176,34 +179,30 @@ class StoredCreation:
         self._storing.append(one)
         try:
             async with asyncio.timeout(_DEADLINE_S) as one.deadline:
-                loop = asyncio.get_running_loop()
-                known = await loop.run_in_executor(self._reading, self._base, base, salt)
-                tokens = await loop.run_in_executor(
-                    self._reading, self._limits.tokens_of, text, known
-                )
+                known = await self._in_thread(self._base, base, salt)
+                tokens = await self._in_thread(self._limits.tokens_of, text, known)
                 behind = 0 if known is None else known.tokens
                 require_room = partial(self._limits.require_room, behind + len(tokens), known)
-                first, key = self._folders[0], self._key(tokens, salt, base)
-                with storing(first), ExitStack() as held:
+                key = self._key(tokens, salt, base)
+                with ExitStack() as held:
                     try:
-                        one.id, record = held.enter_context(claimed(first, key))
-                    except OSError as error:
-                        if error.errno not in FULL:
-                            raise
-                        require_room(record_folder(first, one.id))  # removes old records
-                        one.id, record = held.enter_context(claimed(first, key))
-                    await loop.run_in_executor(self._reading, require_room, record)
-                    async with self._computing:
-                        await Recording(
-                            self._manager, self.requests, record, one.id, salt, self._largest,
-                            lambda done: one.reached(f"computing {done}/{len(tokens)}"),
-                            base, behind,
-                        ).record(tokens)  # fmt: skip
-                    async with self._building:
-                        yield one, record
-                    remove_record(record)
+                        record = await self._in_thread(self._claim, one, key, require_room, held)
+                        async with self._computing:
+                            await Recording(
+                                self._manager, self.requests, record, one.id, salt, self._largest,
+                                lambda done: one.reached(f"computing {done}/{len(tokens)}"),
+                                base, behind,
+                            ).record(tokens)  # fmt: skip
+                        async with self._building:
+                            yield one, record
+                        await self._in_thread(remove_record, record)
+                    except GeneratorExit as error:  # nothing may be awaited
+                        self._clean(one.id, error)
+                        raise
+                    except BaseException as error:
+                        await self._in_thread(self._give_back, one.id, error, held)
+                        raise
         except BaseException as error:
-            self._clean(one.id, error)
             if isinstance(error, TimeoutError):
                 raise ExtError(
                     f"storing the context made no progress for {_DEADLINE_S:g} s; it was at: "
@@ -216,6 +215,49 @@ class StoredCreation:
             raise
         finally:
             self._storing.remove(one)
+
+    async def _in_thread(self, work: Callable[..., T], *args: object) -> T:
+        """Returns the result of work on files, which is done in a thread.
+
+        If it is cancelled, the work is waited for: it may hold what has to be released.
+        """
+        working = asyncio.get_running_loop().run_in_executor(self._reading, partial(work, *args))
+        cancelled: asyncio.CancelledError | None = None
+        while not working.done():
+            try:
+                await asyncio.wait({working})
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            working.exception()  # else asyncio logs it
+            raise cancelled
+        return working.result()
+
+    def _claim(
+        self, one: _Storing, key: str, require_room: Callable[[Path], None], held: ExitStack
+    ) -> Path:
+        """Returns the folder of a context's record, for which ``held`` has the locks.
+
+        Raises:
+            ExtError: a device has no room.
+            OSError: the folder cannot be created.
+        """
+        first = self._folders[0]
+        held.enter_context(storing(first))
+        try:
+            one.id, record = held.enter_context(claimed(first, key))
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            require_room(record_folder(first, one.id))  # removes old records
+            one.id, record = held.enter_context(claimed(first, key))
+        require_room(record)
+        return record
+
+    def _give_back(self, id_: str, error: BaseException, held: ExitStack) -> None:
+        """Removes the files of a context that is not stored, and then releases its record."""
+        with held:
+            self._clean(id_, error)
 
     def _clean(self, id_: str, error: BaseException) -> None:
         """Removes the files of a context that is not stored.
@@ -264,9 +306,13 @@ class StoredCreation:
         return found.hexdigest()
 
     async def _store(self, one: _Storing, record: Path, base: str | None) -> None:
+        # What a process has left that was killed with its server.
+        await self._in_thread(remove_indexes, one.id, self._folders)
+        await self._in_thread(remove_blocks, one.id, self._folders)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "sgl_ext.clusters.job", record, one.id, *self._directories,
-            "--copies", str(self._copies), *(() if base is None else ("--base", base)),
+            "--server", str(os.getpid()), "--copies", str(self._copies),
+            *(() if base is None else ("--base", base)),
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )  # fmt: skip
@@ -290,7 +336,7 @@ class StoredCreation:
             )
             raise _KilledError(
                 f"the process that stores the context was killed by signal {-process.returncode}"
-                f"{memory}; send the request again: it goes on with what was computed"
+                f"{memory}; send the request again: it resumes from the KV already recorded"
             )
         if process.returncode:
             logger.error("cannot store context %s: %s", one.id, told)

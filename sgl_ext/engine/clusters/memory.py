@@ -134,19 +134,24 @@ class StoredMemory:
         }
 
     def close(self) -> None:
-        """Cancels reads, and releases memory and files.
+        """Cancels reads, waits for those in progress until the deadline, and releases memory and
+        files.
 
-        Raises:
-            ExtError: a read is still in progress.
+        What a device does not give back in time is released by a later call of
+        :meth:`TransferEngine.release`.
         """
         areas = (self._asked, *self._ahead, *self._late)
         for area in areas:
             if area.reading is not None:
                 area.reading.cancel()
                 area.reading.settle(self._deadline)
+        if any(area.busy for area in areas):
+            logger.error(
+                "context %s is closed, but a device does not respond: memory and files that it "
+                "uses are freed when it does", self._stored.name,
+            )  # fmt: skip
         self._reader.close()
-        for area in areas:
-            self._engine.unregister(area.region)
+        self._engine.release(*(area.region for area in areas))
 
     def prefetch(self, layer: int, wanted: NDArray[np.int64]) -> None:
         """Starts to read the blocks that a layer will probably need.

@@ -28,7 +28,7 @@ class StoredMetrics(Paced):
             name: metrics.gauge(f"sglang_ext:clusters_{name}", text)
             for name, text in (
                 ("open", "Stored contexts that are open."),
-                ("followed", "Requests that follow a stored context."),
+                ("followed", "Requests that use a stored context."),
                 ("lost_devices", "Devices that open contexts have lost, summed over contexts."),
             )
         }
@@ -46,7 +46,7 @@ class StoredMetrics(Paced):
         Args:
             totals: blocks and seconds since the process began, summed over all contexts.
             opened: number of open contexts.
-            followed: number of requests that follow a context.
+            followed: number of requests that use a context.
             lost: number of devices that open contexts have lost.
             failed: number of requests that were refused or ended since the process began.
         """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Collection
@@ -26,8 +25,6 @@ from sgl_ext.engine.clusters.recorded_attention import RecordedAttention
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.transfer import TransferEngine
 from sgl_ext.tiers.build import emulated
-
-logger = logging.getLogger(__name__)
 
 _LOOKED_EVERY_S = 1.0
 _FETCHED_BYTES = 32 << 20
@@ -111,7 +108,7 @@ class OpenContexts:
         self._open[id_] = self._threads.submit(self._opened, id_)
 
     def find(self, id_: str) -> Attended | None:
-        """Returns a context; None if it is not open yet.
+        """Returns a context; None if it is not open yet. One that has failed is returned, too.
 
         Raises:
             Exception: the context cannot be opened. The next :meth:`begin` tries again.
@@ -124,27 +121,35 @@ class OpenContexts:
         return future.result()
 
     def waits(self, id_: str) -> bool:
-        """Returns whether a context is neither open nor known to fail."""
+        """Returns whether a context is neither open nor known not to open. One that has failed is
+        to be opened again."""
         future = self._open.get(id_)
-        return future is None or not future.done()
+        return future is None or not future.done() or _has_failed(future)
 
-    def tidy(self, followed: Collection[str]) -> None:
-        """Closes contexts that are deleted, have failed or could not be opened, and that no request
-        follows.
+    def tidy(self, followed: Collection[str], used: Collection[str]) -> None:
+        """Closes contexts that are deleted or could not be opened and that no request follows, and
+        those that have failed and that no request uses.
 
         Until then, the files of deleted contexts occupy space.
+
+        Args:
+            followed: ids of the contexts that requests follow.
+            used: those of requests that have begun to run. The others wait until a context that has
+                failed is opened again.
         """
-        if (
-            self._open
-            and (now := time.monotonic()) >= self._look
-            and (self._looking is None or self._looking.done())
+        if (now := time.monotonic()) >= self._look and (
+            self._looking is None or self._looking.done()
         ):
             self._look = now + _LOOKED_EVERY_S
             self._looking = self._threads.submit(self._find_gone, {*self._open})
+        # Requests that wait for a context are to see why it could not be opened.
+        broken = {
+            id_ for id_, one in self._open.items() if one.done() and one.exception() is not None
+        }
         failed = {id_ for id_, one in self._open.items() if _has_failed(one)}
-        if gone := self._gone | failed:
-            for id_ in gone & self._unused(followed):
-                self._close(id_)
+        over = (self._gone | broken) & self._unused(followed)
+        for id_ in over | (failed & self._unused(used)):
+            self._close(id_)
 
     @property
     def stored(self) -> dict[str, StoredAttention]:
@@ -175,8 +180,10 @@ class OpenContexts:
         self._threads.submit(_close, self._open.pop(id_))
 
     def _find_gone(self, opened: set[str]) -> None:
-        """Finds deleted contexts. It runs in a thread, because it reads directories."""
-        self._gone = opened - {*names(self._folders)}
+        """Finds deleted contexts, and releases what devices have given back since contexts were
+        closed. It runs in a thread, because it reads directories and closes files."""
+        self._engine.release()
+        self._gone = opened - {*names(self._folders)} if opened else set()
 
     def _opened_record(self, asked: IsRecorded) -> RecordedAttention:
         """Opens the first tokens of a context that is recorded. It runs in a thread."""
@@ -216,13 +223,11 @@ def _result(opened: Future[Attended]) -> Attended | None:
 
 
 def _has_failed(opened: Future[Attended]) -> bool:
-    """Returns whether a context could not be opened, or has failed since."""
-    return opened.done() and (opened.exception() is not None or bool(opened.result().failed))
+    """Returns whether a context is open and has failed."""
+    found = _result(opened)
+    return found is not None and bool(found.failed)
 
 
 def _close(opened: Future[Attended]) -> None:
     if opened.exception() is None:
-        try:
-            opened.result().close()
-        except ExtError as error:  # a device does not respond
-            logger.error("a stored context was not closed, so its memory is not freed: %s", error)
+        opened.result().close()

@@ -13,7 +13,7 @@ RECORDED = "ext_recorded"
 """Key of :class:`IsRecorded`; :data:`STORED` is the key of :class:`FollowsStored`."""
 
 MOST_JOINED = 16
-"""Maximum number of contexts that one request follows."""
+"""Maximum number of contexts that one request uses."""
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^stx-[A-Za-z0-9_-]{1,64}\Z")]
 

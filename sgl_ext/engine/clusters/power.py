@@ -70,6 +70,7 @@ class ClustersPower(Power[Clusters]):
         ("tp_size", lambda size: size > 1, "tensor parallelism"),
         *LORA,
         ("enable_streaming_session", bool, "streaming sessions"),
+        ("skip_tokenizer_init", bool, "a disabled tokenizer"),
         ("disaggregation_mode", lambda mode: mode != "null", "prefill-decode disaggregation"),
     )
 
@@ -136,6 +137,7 @@ class ClustersPower(Power[Clusters]):
         """Registers a request that follows or records a context, or aborts it if it is invalid."""
         from sgl_ext.engine.clusters.parameters import FollowsStored, read_stored
 
+        self.stored.succeeded(req)
         if req.to_finish is not None:
             return
         try:
@@ -160,6 +162,10 @@ class ClustersPower(Power[Clusters]):
         """
         return req.rid in self.recorder or self.stored.waits(req.rid)
 
+    def recomputes(self, req: Req) -> bool:
+        """Returns whether the request is recorded: only tokens that are computed have queries."""
+        return req.rid in self.recorder
+
     def ready(self, adder: PrefillAdder, req: Req, continuing: bool) -> bool:
         """Returns whether the request follows no context or its context is open."""
         try:
@@ -182,13 +188,13 @@ class ClustersPower(Power[Clusters]):
         return opened
 
     def before_step(self, running: ScheduleBatch) -> None:
-        self.stored.tidy()
-        if self._metrics is not None:
-            self.stored.measure(self._metrics)
         if self.stored.any or self.recorder.any:
             rids = {req.rid for req in present(self._scheduler, running)}
             self.stored.keep(rids)
             self.recorder.keep(rids)
+        self.stored.tidy()
+        if self._metrics is not None:
+            self.stored.measure(self._metrics)
         if self.stored.refused:
             for req in self._scheduler.waiting_queue:
                 if (error := self.stored.refused.get(req.rid)) is not None:

@@ -234,6 +234,8 @@ class Recorder:
         scratch = scratch_of(path)
         needed = kv.nbytes
         try:
+            if path.exists():  # of a request that was cancelled too late; it may be read already
+                return
             queries = np.empty((geometry.layers, 0, geometry.heads, geometry.head_dim), np.float32)
             if one.layers:
                 queries = torch.stack(

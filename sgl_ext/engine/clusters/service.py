@@ -69,8 +69,8 @@ class StoredService(Front):
             manager, config.directories, self._folders, pool=pool, in_parts=in_parts,
             copies=config.copies, fingerprint=geometry.fingerprint, limits=limits,
         )  # fmt: skip
-        self._told: set[str] = set()
-        """Ids of damaged contexts that have been logged."""
+        self._told: set[tuple[str, str]] = set()
+        """Ids of contexts that have been logged, each with what is wrong."""
 
     def accept(self, request: GenerateReqInput) -> None:
         """Checks a user's request, and removes parameters that only this service may set.
@@ -152,10 +152,11 @@ class StoredService(Front):
         return about_of(id_, self._folders, salt)
 
     def all(self, salt: str | None) -> tuple[list[StoredInfo], dict[str, str], int]:
-        """Returns the tenant's contexts, errors by id, and the number of damaged contexts.
+        """Returns the tenant's contexts, errors by id, and the number of contexts whose index is
+        damaged or cannot be read.
 
-        The errors are those of the tenant's contexts that cannot be read. The tenant of a damaged
-        context is unknown, so only the log names it.
+        The errors are those of the tenant's contexts that cannot be read. The tenant is unknown
+        without the index, so only the log names such a context.
         """
         found, unreadable, damaged = [], {}, 0
         for id_ in names(self._folders):
@@ -165,9 +166,10 @@ class StoredService(Front):
                 continue  # of another tenant, or deleted in the meantime
             except ExtError as error:
                 damaged += id_ in names(self._folders)
-                if id_ not in self._told:
-                    self._told.add(id_)
-                    logger.warning("stored context %s is damaged: %s", id_, error)
+                found_it = "is damaged" if isinstance(error, DamagedError) else "cannot be read"
+                if (id_, found_it) not in self._told:
+                    self._told.add((id_, found_it))
+                    logger.warning("stored context %s %s: %s", id_, found_it, error)
                 continue
             try:
                 found.append(self._describe(id_, about_it))
@@ -205,7 +207,8 @@ class StoredService(Front):
 
         Raises:
             UnknownContextError: the tenant has no context with this id.
-            ExtError: the files cannot be removed. Nothing is deleted if a file system is read-only.
+            ExtError: the files cannot be removed. Nothing is deleted if the index cannot be read,
+                or a file system is read-only or cannot be reached.
         """
         require(id_, self._folders)
         try:

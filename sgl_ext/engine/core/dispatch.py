@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgl_ext.engine.core import hooks, planning, runtime, weight_updates
+from sgl_ext.engine.core import hooks, planning, runtime, served, weight_updates
 from sgl_ext.engine.core.activation import REPORT_KEY, refuse, report
 from sgl_ext.engine.core.attention_backends import require_running
 from sgl_ext.engine.core.hooks import Original
@@ -40,7 +40,7 @@ def _ready(original: Original, scheduler: Scheduler) -> object:
     if (ext := runtime.current) is None:
         return original(scheduler)
     if not ext.inside_out:
-        ext.timer = ForwardTimer(_stream_of_forwards(ext, scheduler))
+        ext.timer = ForwardTimer(_stream_of_forwards(scheduler))
         if ext.slab is not None:
             strided = {Property.STRIDED: "the block-major KV layout"}
             try:
@@ -62,8 +62,8 @@ def _ready(original: Original, scheduler: Scheduler) -> object:
     return result
 
 
-def _stream_of_forwards(ext: runtime.ExtRuntime, scheduler: Scheduler) -> Any:
-    if ext.slab is None or ext.slab.device is None:
+def _stream_of_forwards(scheduler: Scheduler) -> Any:
+    if served.device_type(scheduler.tp_worker.model_runner.device) != "cuda":
         return None
     # Without overlap scheduling, forwards run on the stream of the scheduler, which is not the
     # current one until its event loop begins.

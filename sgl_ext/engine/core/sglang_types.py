@@ -437,6 +437,7 @@ class ModelRunner(Protocol):
     """Protocol of ``sglang.srt.model_executor.model_runner.ModelRunner``."""
 
     model: Any
+    model_config: ModelConfig
     device: str
     dtype: torch.dtype
     attn_backend: Any
@@ -486,8 +487,10 @@ class RadixAttention(Protocol):
     logit_cap: float
     qk_head_dim: int
     scaling: float
-    sliding_window_size: int | None
+    sliding_window_size: int
     tp_q_head_num: int
+    use_irope: bool
+    xai_temperature_len: int
 
 
 class ServerArgs(Protocol):

@@ -20,10 +20,13 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sgl_ext.engine.core import runtime
+from sgl_ext.engine.core.activation import refuse
+from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.core.runtime import ExtRuntime
 from sgl_ext.engine.core.sglang_types import ForwardBatch, ModelRunner, RadixAttention
 from sgl_ext.engine.cpu.native_attention import batch_of, native_attention
 from sgl_ext.engine.cpu.sdpa import CausalBand, attend
+from sgl_ext.engine.cpu.unserved_attention import unserved
 
 if TYPE_CHECKING:
     from sgl_ext._native import _attention
@@ -112,6 +115,13 @@ class CpuAttnBackend(TorchNativeAttnBackend):
 
     def __init__(self, model_runner: ModelRunner, *, kernels: str | None = None) -> None:
         super().__init__(model_runner)
+        if why := unserved(model_runner):
+            refuse(
+                ActivationError(
+                    f"the CPU attention does not support {why}, which this model needs; serve it "
+                    "on a GPU"
+                )
+            )
         self._native = native_attention(kernels)
         self._band = CausalBand()
         self._rows = self._swa_rows = ForwardRows(torch.empty(0, 0, dtype=torch.int32), [], [], [])
@@ -203,11 +213,6 @@ class CpuAttnBackend(TorchNativeAttnBackend):
         forward_batch: ForwardBatch,
         save_kv_cache: bool,
     ) -> torch.Tensor:
-        if layer.logit_cap:
-            raise NotImplementedError(
-                f"layer {layer.layer_id} caps its attention logits at {layer.logit_cap}, which "
-                "the CPU attention does not support; serve this model on a GPU"
-            )
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
@@ -224,8 +229,7 @@ class CpuAttnBackend(TorchNativeAttnBackend):
                 where, k, v = stream.save(number, where, k, v)
             written = KVWriteLoc(where, self.swa_out_cache_loc)
             self.token_to_kv_pool.set_kv_buffer(layer, written, k, v)
-        window = layer.sliding_window_size
-        window = window if window is not None and window > -1 else None
+        window = layer.sliding_window_size if layer.sliding_window_size > -1 else None
         in_swa_pool = (
             self.use_sliding_window_kv_pool
             and self.token_to_kv_pool.layers_mapping[layer.layer_id][1]

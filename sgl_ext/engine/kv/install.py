@@ -14,7 +14,7 @@ from sgl_ext.engine.core.sglang_types import KVCacheConfigurator, ScheduleBatch
 from sgl_ext.engine.kv.obstacles import obstacle
 from sgl_ext.memory.backing import Backing
 from sgl_ext.memory.fingerprint import fingerprint, joint
-from sgl_ext.memory.slab import HostSlab
+from sgl_ext.memory.slab import HostSlab, SlabError
 
 _OWNER = "_ext_allocator"
 """Attribute of SGLang's request pool that holds the allocator to notify when a row is freed."""
@@ -92,9 +92,12 @@ def _build_pool(
     identity = _of_all_ranks(fingerprint(configurator.model, _identity(configurator)))
     peer = ext.config.peer
     borrows = (peer.capacity or 0) if peer is not None and peer.role == "master" else 0
-    pool = build(
-        partial(SlabKVPool, fingerprint=identity, borrows=borrows, shared=peer is not None)
-    )
+    try:
+        pool = build(
+            partial(SlabKVPool, fingerprint=identity, borrows=borrows, shared=peer is not None)
+        )
+    except SlabError as error:
+        refuse(hooks.ActivationError(str(error)))
     ext.slab = pool.slab
     return pool
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
-from collections.abc import AsyncIterator, Iterator
-from contextlib import nullcontext
+import threading
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +21,13 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.utils.auth import add_api_key_middleware
-from test_cluster_fuzz import GEOMETRY, OPTIONS, TOKENS, recorded_context
+from test_cluster_fuzz import GEOMETRY, OPTIONS, TOKENS, recorded_context, saved
 
-from sgl_ext.clusters import records
+from sgl_ext.clusters import arrays, records
 from sgl_ext.clusters.about import About
 from sgl_ext.clusters.build import build
-from sgl_ext.clusters.files import names, own_folders
-from sgl_ext.clusters.paths import index_file, part_file, record_folder
+from sgl_ext.clusters.files import _locked, names, own_folders
+from sgl_ext.clusters.paths import block_file, index_file, part_file, record_folder, scratch_of
 from sgl_ext.clusters.profile import Options
 from sgl_ext.clusters.records import claimed
 from sgl_ext.clusters.stored import Stored
@@ -452,6 +454,118 @@ def test_nothing_is_deleted_while_a_device_is_read_only(
     assert client.get(f"{ROUTE}/stx-mine", params=MINE).status_code == 200
 
 
+def test_nothing_is_deleted_while_a_device_is_away(
+    client: TestClient, directories: list[Path]
+) -> None:
+    folder = own_folders(directories)[1]
+    away = folder.rename(folder.with_name("away"))
+    answer = client.delete(f"{ROUTE}/stx-mine", params=MINE)
+    away.rename(folder)
+    assert answer.status_code == 400
+    assert "device 1 cannot be reached (No such file or directory)" in answer.text
+    assert client.get(f"{ROUTE}/stx-mine", params=MINE).status_code == 200
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, os.strerror(errno.EMFILE)), MemoryError()])
+def test_an_index_that_cannot_be_read_now_is_not_damaged(
+    client: TestClient, error: Exception, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def fail(*_: object) -> int:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(arrays, "open_own", fail)
+        answer = client.delete(f"{ROUTE}/stx-hers")  # of another tenant
+        assert answer.status_code == 503
+        assert "stx-hers.index cannot be read" in answer.text
+        assert client.get(f"{ROUTE}/list").json()["contexts"] == []
+    assert "is damaged" not in caplog.text
+    assert listed(client, cache_salt="hers") == ["stx-hers"]
+
+
+def test_files_are_not_touched_in_the_event_loop(
+    client: TestClient, service: StoredService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looping = dict[str, bool]()
+
+    def watched(target: object, name: str) -> None:
+        original = getattr(target, name)
+
+        def call(*args: Any) -> Any:
+            with suppress(RuntimeError):  # no loop runs in this thread
+                asyncio.get_running_loop()
+                looping[name] = True
+            looping.setdefault(name, False)
+            return original(*args)
+
+        monkeypatch.setattr(target, name, call)
+
+    async def create(*_args: object, **_kw: object) -> str:
+        return "stx-open"
+
+    async def refused(*_: object) -> None:
+        raise ExtError("it cannot be computed")
+
+    for name in ("storing", "claimed", "remove"):
+        watched(stored_creation, name)
+    watched(service, "describe")
+    monkeypatch.setattr(stored_creation.Recording, "record", refused)
+    assert client.post(ROUTE, json={"input_ids": [1] * 1000}).status_code == 400
+    monkeypatch.setattr(service.creation, "create", create)
+    for stream in (False, True):
+        answer = client.post(ROUTE, json={"input_ids": [1] * 1000, "stream": stream})
+        assert "stx-open" in answer.text
+    assert looping == dict.fromkeys(("storing", "claimed", "remove", "describe"), False)
+
+
+def test_work_on_files_is_waited_for_when_it_is_cancelled(
+    service: StoredService, directories: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock that a thread takes must not outlive the request."""
+    first, began, go_on = own_folders(directories)[0], threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        began.set()
+        go_on.wait(30)
+        return claimed(*args)
+
+    monkeypatch.setattr(stored_creation, "claimed", slow)
+
+    async def run() -> None:
+        task = asyncio.create_task(service.creation.create([1] * 1000, None))
+        await asyncio.to_thread(began.wait, 30)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    assert not records.records(first)
+    with _locked(first, fcntl.LOCK_EX) as ours:
+        assert ours
+
+
+def test_a_record_goes_on_after_its_server_was_killed(
+    service: StoredService, tmp_path: Path
+) -> None:
+    """The storing process of the killed server has left blocks, and perhaps an index."""
+    directories = [tmp_path / name for name in ("a", "b")]
+    for each in directories:
+        each.mkdir()
+    creation, folders = service.creation, own_folders(directories)
+    creation._directories, creation._folders = directories, folders
+    saved(recorded_context(), record := record_folder(folders[0], "stx-late"))
+    for device, folder in enumerate(folders):
+        block_file(folder, "stx-late", device).write_text("x")
+    scratch_of(index_file(folders[0], "stx-late")).write_text("x")
+    one = stored_creation._Storing("stx-late", None, lambda _: None)
+    asyncio.run(creation._store(one, record, None))
+    assert Stored.open("stx-late", folders, GEOMETRY).about.tokens == TOKENS
+
+
 def test_an_index_that_was_written_before_storing_was_interrupted_is_removed(
     service: StoredService, tmp_path: Path
 ) -> None:
@@ -601,10 +715,23 @@ def test_failed_context_is_reopened_once_no_request_follows_it(
         until(lambda: contexts.opened(rid))
         return contexts.context(follower)
 
+    def step(*rids: str) -> None:
+        contexts.keep(rids)
+        contexts.tidy()
+
     first = followed("a")
     first.failed = "it failed"
-    contexts.tidy()
-    assert followed("b") is first
+    step("a")
+    waiting = contexts.ask(_req("b"), FollowsStored("stx-mine", 0.2))
+    assert not contexts.opened("b")  # it would fail as well, and keep the context from others
+    assert contexts.waits("b")
+    step("a", "b")
+    follower = contexts.follower("a")
+    assert follower is not None
+    assert contexts.context(follower) is first  # it ends with the error of the context
+    step("b")
+    until(lambda: contexts.opened("b"))
+    assert contexts.context(waiting) is not first
     contexts.keep([])
     contexts.tidy()
     second = followed("c")
@@ -630,6 +757,7 @@ def test_new_requests_give_way_to_one_whose_context_has_no_place(directories: li
     waiting = contexts.follower("waiting")
     assert waiting is not None
     waiting.tried -= 31
+    contexts.keep({"running", "waiting", "new"})  # the next step
     contexts.ask(_req("newer"), FollowsStored("stx-mine", 0.2))
     assert not contexts.opened("newer")
     contexts.keep({"waiting", "newer"})  # the others have ended
@@ -677,10 +805,10 @@ def test_contexts_that_cannot_be_followed_together_are_refused(directories: list
     contexts = StoredContexts(config, GEOMETRY, 1000, TransferEngine(), ROPE)
     with pytest.raises(ExtError, match="has one of them twice"):
         contexts.ask(_req("a"), FollowsStored(("stx-open", "stx-open"), 0.2))
-    with pytest.raises(ExtError, match="follows 3 contexts, but at most 2 are open"):
+    with pytest.raises(ExtError, match="uses 3 stored contexts, but at most 2 can be open"):
         contexts.ask(_req("a"), FollowsStored(("stx-open", "stx-mine", "stx-hers"), 0.2))
     contexts = StoredContexts(config, GEOMETRY, 1000, TransferEngine(), ExtError("no such model"))
-    with pytest.raises(ExtError, match="several contexts cannot be followed: no such model"):
+    with pytest.raises(ExtError, match="cannot use several contexts: no such model"):
         contexts.ask(_req("a"), several)
     assert not contexts.any
 
@@ -692,6 +820,9 @@ class _Recording:
 
     def __contains__(self, rid: str) -> bool:
         return rid == "recorded"
+
+    def keep(self, rids: Collection[str]) -> None:
+        pass
 
 
 def _power(stored: StoredContexts) -> Any:
@@ -719,6 +850,84 @@ def test_requests_that_wait_for_their_context_are_not_restored(directories: list
     contexts.keep(["b"])
     assert not contexts.opened("b")  # closes the other context
     until(lambda: not power.owns(_req("b")))
+
+
+def test_waiting_requests_are_compared_once_per_step(
+    directories: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the oldest one looks for a place."""
+    config = Clusters(directories=tuple(directories), open=1)
+    contexts = StoredContexts(config, GEOMETRY, 1000, TransferEngine(), ROPE)
+    contexts.ask(_req("running"), FollowsStored("stx-mine", 0.2))
+    until(lambda: contexts.opened("running"))
+    waiting = [f"{number}" for number in range(50)]
+    for rid in waiting:
+        contexts.ask(_req(rid), FollowsStored("stx-open", 0.2))
+    begin, begun = contexts._open.begin, list[str]()
+
+    def count(id_: str, *args: Any) -> None:
+        begun.append(id_)
+        begin(id_, *args)
+
+    monkeypatch.setattr(contexts._open, "begin", count)
+    for _ in range(2):
+        contexts.keep(["running", *waiting])
+        assert not any(contexts.opened(rid) for rid in waiting)
+    assert begun == ["stx-open"] * 2
+    contexts.keep(waiting)
+    until(lambda: all(contexts.opened(rid) for rid in waiting))
+
+
+@pytest.mark.parametrize("follows_next", ["stx-open", None])
+def test_a_request_id_is_used_again(directories: list[Path], follows_next: str | None) -> None:
+    """SGLang may plan no prefill between the end of a request and the next one with its id."""
+    contexts = StoredContexts(
+        Clusters(directories=tuple(directories)), GEOMETRY, 1000, TransferEngine(), ROPE
+    )
+    power = _power(contexts)
+
+    def arrive(id_: str | None) -> Any:
+        req = _req("a")
+        req.to_finish = req.extra_key = None
+        req.sampling_params.custom_params = {STORED: {"id": id_}} if id_ else {}
+        power.arrive(req)
+        return req
+
+    first = arrive("stx-mine")
+    until(lambda: contexts.opened("a"))
+    follower, key = contexts.follower("a"), first.extra_key
+    power.arrive(first)  # after a retraction
+    assert contexts.follower("a") is follower
+    assert first.extra_key == key
+    contexts.given_up.add("a")
+    second = arrive(follows_next)
+    found = contexts.follower("a")
+    assert (found.req if found else None) is (second if follows_next else None)
+    assert (found.ids if found else None) == ((follows_next,) if follows_next else None)
+    assert (second.extra_key or "").startswith(f"ext:stored:{follows_next}") == bool(follows_next)
+    assert not contexts.given_up
+    contexts.refuse("a", ExtError("it cannot be opened"))
+    arrive(follows_next)
+    assert not contexts.refused
+
+
+def test_a_failed_context_is_closed_in_the_step_in_which_its_requests_have_ended(
+    directories: list[Path],
+) -> None:
+    contexts = StoredContexts(
+        Clusters(directories=tuple(directories)), GEOMETRY, 1000, TransferEngine(), ROPE
+    )
+    power = _power(contexts)
+    nobody = SimpleNamespace(reqs=())
+    power._scheduler = SimpleNamespace(
+        waiting_queue=[], collect_inflight_reqs=list, chunked_req=None,
+        grammar_manager=SimpleNamespace(grammar_queue=[]),
+    )  # fmt: skip
+    follower = contexts.ask(_req("a"), FollowsStored("stx-mine", 0.2))
+    until(lambda: contexts.opened("a"))
+    contexts.context(follower).failed = "it failed"
+    power.before_step(nobody)
+    assert len(contexts._open) == 0
 
 
 def test_other_powers_forget_a_waiting_request_that_is_refused(directories: list[Path]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import until
 from msgspec.structs import replace
 from test_stored import GEOMETRY, OPTIONS, TOKENS, devices_of, recorded_context
 
@@ -21,6 +22,7 @@ from sgl_ext.clusters.reader import DeviceError, Reading
 from sgl_ext.clusters.recorded import Recorded
 from sgl_ext.clusters.stored import Stored
 from sgl_ext.config import Clusters, ExtConfig
+from sgl_ext.engine.clusters import attention
 from sgl_ext.engine.clusters.attention import StoredAttention
 from sgl_ext.engine.clusters.follower import Follower
 from sgl_ext.engine.clusters.forward import StoredForward
@@ -289,6 +291,20 @@ def test_rows_whose_blocks_do_not_fit_together_are_served_in_groups(
         torch.testing.assert_close(found, setup.expected(0, query, own, chosen), rtol=0, atol=0)
 
 
+def test_fewer_rows_are_selected_at_a_time_if_a_context_has_more_entries(
+    engine: TransferEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Setup(tmp_path, engine, hot=60_000)
+    assert setup.attention._rows == attention._ROWS
+    scores = setup.stored.about.blocks.entries * (setup.geometry.kv_heads + 1)
+    monkeypatch.setattr(attention, "_SCORES", 3 * scores + 1)
+    setup.attention = StoredAttention(setup.stored, setup.memory)
+    assert setup.attention._rows == 3
+    own, query = own_tokens(7, setup.chance), setup.query(7) * 3
+    found, chosen = setup.sparse(0, query, own, 0.1)
+    torch.testing.assert_close(found, setup.expected(0, query, own, chosen), rtol=0, atol=0)
+
+
 def test_a_hanging_device_is_waited_for_once(engine: TransferEngine, tmp_path: Path) -> None:
     setup = Setup(tmp_path, engine)
     own, query = own_tokens(1, setup.chance), setup.query(1)
@@ -307,6 +323,25 @@ def test_a_hanging_device_is_waited_for_once(engine: TransferEngine, tmp_path: P
         setup.sparse(0, query, own, 0.1)
     assert len(waits) == 1
     area.reading = reading
+
+
+def test_a_device_that_hangs_while_a_context_is_opened_keeps_no_memory(
+    engine: TransferEngine, tmp_path: Path
+) -> None:
+    setup = Setup(tmp_path, engine)
+    setup.memory.close()
+    assert not engine._owners
+    slow = devices_of(engine, setup.directories, 1 << 16)
+    hot = 100 * 4096 * GEOMETRY.layers
+    with pytest.raises(DeviceError, match=r"device \d returned [\d,]+ of [\d,]+ B"):
+        StoredMemory(engine, slow, setup.stored, hot=hot, most=1000, deadline=0.01)
+    assert engine._owners  # devices may still write into the memory
+
+    def released() -> bool:
+        engine.release()
+        return not engine._owners and not engine._released
+
+    until(released)
 
 
 def test_a_share_that_does_not_fit_is_refused(engine: TransferEngine, tmp_path: Path) -> None:

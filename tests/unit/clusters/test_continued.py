@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -190,6 +192,27 @@ def test_a_record_behind_a_context_is_stored_by_the_job(tmp_path: Path) -> None:
     other = Stored(other.name, salted, other.tokens, other.layers, other.files)
     with pytest.raises(ExtError, match="record lacks a part of the context"):
         RecordedKV(record, 800, StoredKV(other))  # of another tenant
+
+
+def test_the_job_ends_with_its_server() -> None:
+    job = (
+        "import sys, time\nfrom sgl_ext.clusters.job import _end_with\n"
+        "_end_with(int(sys.argv[1]))\nprint('it runs', flush=True)\ntime.sleep(600)"
+    )
+    server = (
+        "import os, subprocess, sys\n"
+        "subprocess.run([sys.executable, '-c', sys.argv[1], str(os.getpid())])"
+    )
+    with subprocess.Popen([sys.executable, "-c", server, job], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"it runs\n"
+        process.kill()
+        assert process.communicate(timeout=60) == (b"", None)  # the job has its output, too
+    late = subprocess.run(
+        [sys.executable, "-c", job, str(process.pid)], capture_output=True, text=True, check=False
+    )
+    assert late.returncode == 1
+    assert "the server has ended" in late.stderr
 
 
 def test_sweep_removes_an_interrupted_context_and_keeps_its_base(directories: list[Path]) -> None:

@@ -61,6 +61,17 @@ def test_a_record_has_the_queries_and_the_kv(recording: Recorder, tmp_path: Path
     assert np.array_equal(found.tokens, np.arange(TOKENS))
 
 
+def test_a_part_is_not_replaced(recording: Recorder, tmp_path: Path) -> None:
+    """A request that was cancelled too late has written it, and the next one reads it."""
+    assert compute(recording)
+    folder = written(tmp_path)
+    before = part_file(folder, ASKED.part).read_bytes()
+    assert compute(recording)
+    recording._threads.submit(int).result()
+    assert part_file(folder, ASKED.part).read_bytes() == before
+    assert [each.name for each in folder.iterdir()] == ["kv-0.part"]
+
+
 def test_queries_are_recorded_when_a_forward_goes_on_with_other_rows(
     recording: Recorder, tmp_path: Path
 ) -> None:

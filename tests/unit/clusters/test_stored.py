@@ -20,8 +20,9 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from sgl_ext.clusters import job
+from sgl_ext.clusters import arrays, job
 from sgl_ext.clusters.activations import attention_mass, log_sum
+from sgl_ext.clusters.arrays import UnreadableError
 from sgl_ext.clusters.build import build
 from sgl_ext.clusters.files import names, remove, storing, sweep
 from sgl_ext.clusters.geometry import Geometry, as_float32
@@ -194,6 +195,25 @@ def test_changed_or_missing_contexts_are_refused(directories: list[Path]) -> Non
     remove("a", directories)
     assert not list(names(directories))
     assert not [path for each in directories for path in each.iterdir()]
+
+
+def test_an_index_that_cannot_be_read_is_read_from_its_copy(
+    directories: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(recorded_context(), "a", directories, OPTIONS, copies=2)
+    open_own = arrays.open_own
+
+    def fail(path: Path, flags: int) -> int:
+        if path.parent == directories[0]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return open_own(path, flags)
+
+    monkeypatch.setattr(arrays, "open_own", fail)
+    assert Stored.open("a", directories, GEOMETRY).about.tokens == TOKENS
+    copy = index_file(directories[1], "a")
+    copy.write_bytes(copy.read_bytes()[:-1])
+    with pytest.raises(UnreadableError, match="cannot be read: Input/output error; check the dev"):
+        Stored.open("a", directories, GEOMETRY)
 
 
 def test_sweep_removes_incomplete_contexts(directories: list[Path]) -> None:

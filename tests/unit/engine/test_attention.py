@@ -9,10 +9,12 @@ import torch
 from attention_kit import geometries
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_ext.bench.harness.attention_trial import AttentionTrial, Geometry, Row
+from sgl_ext.engine.core.hooks import ActivationError
 from sgl_ext.engine.cpu import sdpa
 from sgl_ext.engine.cpu.attention import CpuAttnBackend
 
@@ -137,8 +139,9 @@ def test_separate_sliding_window_pool_matches_stock_attention() -> None:
     for get in ("get_key_buffer", "get_value_buffer"):
         getattr(pool, get)(0)[homes] = getattr(plain.ours.token_to_kv_pool, get)(0)[live]
     runner = SimpleNamespace(
-        device="cpu", req_to_token_pool=plain.ours.req_to_token_pool, token_to_kv_pool=pool
-    )
+        device="cpu", req_to_token_pool=plain.ours.req_to_token_pool, token_to_kv_pool=pool,
+        model=torch.nn.Module(), model_config=SimpleNamespace(),
+    )  # fmt: skip
     ours = CpuAttnBackend(runner)
     for rows, forward in (([Row(0, 60, 30)], plain.extend), ([Row(0, 89, 1)], plain.decode)):
         query = plain.query(rows)
@@ -147,12 +150,30 @@ def test_separate_sliding_window_pool_matches_stock_attention() -> None:
         )
 
 
-def test_capped_logits_are_refused() -> None:
-    trial = AttentionTrial(Geometry(), [8])
-    trial.layers[0].logit_cap = 30.0
-    rows = [Row(0, 0, 8)]
-    with pytest.raises(NotImplementedError, match="caps its attention logits at 30"):
-        trial.extend(trial.ours, trial.query(rows), rows)
+@pytest.mark.parametrize(
+    ("field", "value", "config", "reason"),
+    [
+        ("logit_cap", 30.0, {}, "attention logits capped at 30"),
+        ("xai_temperature_len", 1024, {}, "an attention temperature"),
+        ("attn_type", AttentionType.DECODER_BIDIRECTIONAL, {}, "attention to later tokens"),
+        ("attn_type", AttentionType.ENCODER_ONLY, {}, "later tokens within a window"),
+        ("use_irope", True, {"attention_chunk_size": 8192}, "within chunks of the prompt"),
+        ("layer_id", 0, {"has_attention_sinks": True}, "attention sinks"),
+    ],
+)
+def test_attention_that_is_not_computed_is_refused_at_start(
+    field: str, value: object, config: dict[str, object], reason: str
+) -> None:
+    trial = AttentionTrial(Geometry(window=16), [8])
+    runner = SimpleNamespace(
+        device="cpu", req_to_token_pool=None, token_to_kv_pool=None,
+        model=torch.nn.ModuleList(trial.layers), model_config=SimpleNamespace(),
+    )  # fmt: skip
+    CpuAttnBackend(runner)
+    setattr(trial.layers[0], field, value)
+    runner.model_config = SimpleNamespace(**config)
+    with pytest.raises(ActivationError, match=f"CPU attention does not support .*{reason}"):
+        CpuAttnBackend(runner)
 
 
 def test_a_batch_without_extend_lengths_is_refused() -> None:
@@ -170,5 +191,8 @@ def test_the_registry_entry_torch_native_is_our_backend() -> None:
 
     attention.install()
     assert attention_registry.ATTENTION_BACKENDS["torch_native"] is attention.CpuAttnBackend
-    runner = SimpleNamespace(device="cpu", req_to_token_pool=None, token_to_kv_pool=None)
+    runner = SimpleNamespace(
+        device="cpu", req_to_token_pool=None, token_to_kv_pool=None, model=torch.nn.Module(),
+        model_config=SimpleNamespace(),
+    )  # fmt: skip
     assert not attention.CpuAttnBackend(runner).support_triton()

@@ -45,7 +45,10 @@ def made(kind: type, **fields: Any) -> Any:
 
 
 def own(kernels: str = "native") -> CpuAttnBackend:
-    runner = SimpleNamespace(device="cpu", req_to_token_pool=None, token_to_kv_pool=None)
+    runner = SimpleNamespace(
+        device="cpu", req_to_token_pool=None, token_to_kv_pool=None, model=torch.nn.Module(),
+        model_config=SimpleNamespace(),
+    )  # fmt: skip
     return CpuAttnBackend(runner, kernels=kernels)
 
 

@@ -332,14 +332,18 @@ def test_prompts_are_counted_before_fronts_rewrite_them(
         asyncio.run(answers())
 
 
-@pytest.mark.parametrize(("overlap", "stream"), [(True, "forward"), (False, "schedule")])
-def test_forwards_are_timed_on_the_stream_that_they_run_on(overlap: bool, stream: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "overlap", "stream"),
+    [("cuda", True, "forward"), ("cuda", False, "schedule"), ("cpu", True, None)],
+)
+def test_forwards_are_timed_on_the_stream_that_they_run_on(
+    device: str, overlap: bool, stream: str | None
+) -> None:
     scheduler: Any = SimpleNamespace(
-        enable_overlap=overlap, forward_stream="forward", schedule_stream="schedule"
-    )
-    slab: Any = SimpleNamespace(device=0)
-    ext = runtime.ExtRuntime(ExtConfig(), slab=slab)
-    assert dispatch._stream_of_forwards(ext, scheduler) == stream
+        enable_overlap=overlap, forward_stream="forward", schedule_stream="schedule",
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(device=device)),
+    )  # fmt: skip
+    assert dispatch._stream_of_forwards(scheduler) == stream
 
 
 @pytest.mark.parametrize(
