@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 _OPEN, _CLOSE = "\ue0c0", "\ue0c1"
 MARK = re.compile(rf"{_OPEN}(ctx-[\w-]+){_CLOSE}", re.ASCII)
@@ -27,3 +28,12 @@ def ids_in(text: str) -> list[str]:
 def marked(text: str) -> bool:
     """Returns whether any context is marked in ``text``."""
     return MARK.search(text) is not None
+
+
+def unmarked(text: str, texts: Mapping[str, str]) -> str:
+    """Returns ``text`` with the marks of some contexts replaced by their texts.
+
+    Args:
+        texts: texts by the contexts' ids; other marks stay.
+    """
+    return MARK.sub(lambda found: str(texts.get(found[1], found[0])), text)

@@ -12,7 +12,12 @@ def contexts_of(engine: Any, cache_salt: str | None = None) -> EngineContexts:
     """Returns the context cache of an ``sgl.Engine`` with a ``chunks`` section.
 
     The first call takes some seconds: it probes the model, as a server does before it is ready.
-    ``contexts.prompt("Read this. ", context, question)`` then returns a prompt for the engine.
+
+    Example::
+
+        contexts = contexts_of(engine)
+        (context,) = contexts.create(document)
+        engine.generate(contexts.prompt("Read this. ", context, question))
 
     Args:
         cache_salt: Salt of the tenant. Requests that name its contexts must send the same one.

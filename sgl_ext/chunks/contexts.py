@@ -19,7 +19,10 @@ _SLACK = 64
 """Entries of the expiry heap, beyond twice the number of contexts, above which the heap is rebuilt
 without the entries of removed contexts."""
 _UNPINNED = 8
-"""Contexts of the limit that cannot be pinned. The probe at start has 7 contexts at once."""
+"""Contexts of the limit that cannot be pinned."""
+_PROBES = 8
+"""Contexts that are not given to a keeper and do not count towards the limit. The probe at start
+has 7 at once, and would otherwise remove kept contexts when the registry is full."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class Contexts:
     _sharing: Counter[tuple[int, ...]] = field(default_factory=Counter)
     """Number of contexts with each prefix."""
     _unkept: set[str] = field(default_factory=set)
-    """Ids of the contexts that the keeper does not have."""
+    """Ids of the contexts that are not given to a keeper."""
     _changed: dict[str, Context | None] = field(default_factory=dict)
     """Contexts of the keeper that were changed or removed since :meth:`take_changes`, as they were
     before; None for new ones, also for those that it does not have."""
@@ -144,7 +147,8 @@ class Contexts:
 
         Args:
             ttl: seconds until the context expires; None if it does not.
-            keep: whether the context is given to the keeper.
+            keep: whether the context is given to the keeper. The first :data:`_PROBES` that are not
+                do not count towards the limit.
 
         Raises:
             ExtError: the keeper cannot store the context, which is then not created.
@@ -156,10 +160,10 @@ class Contexts:
             id_, text, tuple(tokens), method, tuple(before), tuple(recompute), blend, salt or None,
             expires, query,
         )  # fmt: skip
-        if keep and self.keeper is not None:
-            self.keeper.add(context, ttl)
-        else:
+        if not keep:
             self._unkept.add(id_)
+        elif self.keeper is not None:
+            self.keeper.add(context, ttl)
         if self.keeper is not None:
             self._changed[id_] = None
         context = self._insert(context)
@@ -227,8 +231,8 @@ class Contexts:
             return context
         if pinned and self.pinned >= self.most_pinned:
             raise ExtError(
-                f"context {id_!r} cannot be pinned: with chunks.limit = {self.limit} at most "
-                f"{self.most_pinned} contexts can be pinned, and as many are; unpin one, or raise "
+                f"context {id_!r} cannot be pinned: the maximum of {self.most_pinned} pinned "
+                f"contexts (chunks.limit = {self.limit}) is reached; unpin one, or raise "
                 "chunks.limit"
             )
         if self.keeper is not None:
@@ -296,7 +300,7 @@ class Contexts:
                 self._drop(id_)
 
     def _evict(self) -> None:
-        while len(self._contexts) > self.limit:
+        while len(self._contexts) - min(len(self._unkept), _PROBES) > self.limit:
             self._drop(next(iter(self._unpinned)))
 
     def _drop(self, id_: str) -> None:

@@ -30,7 +30,8 @@ class KeptContexts:
 
     Args:
         directory: directory of the file, which exists.
-        model: fingerprint of the model. Contexts of other models are kept, but not seen.
+        model: fingerprint of the KV of the model, which also depends on its data type and on tensor
+            parallelism. Contexts of other models are kept, but not seen.
         wall: returns the time of the wall clock in seconds.
 
     Raises:
@@ -81,13 +82,38 @@ class KeptContexts:
         Raises:
             ExtError: the database is damaged.
         """
+        for context in self._contexts(own=True):
+            yield context, None if context.expires is None else context.expires - self._wall()
+
+    def others(self) -> int:
+        """Returns the number of contexts of other models, without those that have expired.
+
+        Those are removed.
+
+        Raises:
+            ExtError: the database is damaged, or cannot be written.
+        """
+        left, now = 0, self._wall()
+        expired = []
+        for context in self._contexts(own=False):
+            if context.expires is not None and context.expires <= now:
+                expired.append(context.id)
+            else:
+                left += 1
+        for id_ in expired:
+            self.remove(id_)
+        self.commit()
+        return left
+
+    def _contexts(self, *, own: bool) -> Iterator[Context]:
+        """Yields the contexts of the model, or of other models; see :meth:`all`."""
         try:
             found = self._db.execute(
-                "SELECT content FROM contexts WHERE model = ? ORDER BY place", (self._model,)
+                "SELECT content FROM contexts WHERE (model = ?) = ? ORDER BY place",
+                (self._model, own),
             )
             for (content,) in found:
-                context = msgspec.msgpack.decode(content, type=Context)
-                yield context, None if context.expires is None else context.expires - self._wall()
+                yield msgspec.msgpack.decode(content, type=Context)
         except (sqlite3.Error, msgspec.MsgspecError) as error:
             raise ExtError(
                 f"{self._path} is damaged: {error}; remove the file, and create the contexts again"

@@ -63,7 +63,7 @@ async def created(
 
     Raises:
         ExtError: the texts are too long in all; see also :meth:`ContextService.create` and
-            :meth:`Splitting.parts`.
+            :meth:`ContextService.split`.
     """
     texts = [text for text in (*body.chunks, body.prefix) if isinstance(text, str)]
     if (size := sum(map(len, texts))) > _LARGEST:
@@ -71,7 +71,9 @@ async def created(
             f"the texts have {size} characters, but a request may have at most {_LARGEST}; create "
             "the contexts in several requests"
         )
-    parts = await service.splitting.parts(body.chunks, body.split, _MOST)
+    parts = await service.split(
+        body.chunks, body.split, _MOST, method=body.method, prefix=body.prefix
+    )
     return await service.create(
         parts,
         method=body.method,

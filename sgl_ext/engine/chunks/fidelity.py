@@ -105,8 +105,8 @@ class Probe:
             return self._measure()
         except ExtError as error:
             raise ExtError(
-                "the fidelity of linked chunks cannot be measured with the probe's prompts of "
-                f"several hundred tokens: {error}; or remove the chunks section"
+                f"cannot measure the fidelity of linked chunks: {error}; if this persists, remove "
+                "the chunks section"
             ) from None
 
     def _measure(self) -> Fidelity:
@@ -179,7 +179,9 @@ def _wait_until_listening(url: str, headers: Mapping[str, str], verify: bool | s
             if requests.get(f"{url}/model_info", headers=headers, verify=verify, timeout=5).ok:
                 return
         time.sleep(0.1)
-    raise ExtError(f"the server at {url} did not answer within {_DEADLINE_S} s")
+    raise ExtError(
+        f"the server at {url} did not answer within {_DEADLINE_S:.0f} s; read the server's log"
+    )
 
 
 def require(found: Fidelity, method: str, largest: float) -> None:

@@ -321,6 +321,11 @@ class ChunkLinks:
         chosen: list[int] = on_host(changed.topk(most).indices.sort().values).tolist()
         return chosen
 
+    def locked(self, rid: str) -> list[torch.Tensor]:
+        """Returns the slots of the radix tree that are locked for an acquired request."""
+        request = self._requests.get(rid)
+        return [] if request is None else [found.locked for found in request.found.values()]
+
     def release(self, rid: str) -> None:
         """Releases the chunks of a request whose prefill has ended or will not take place."""
         if (request := self._requests.pop(rid, None)) is not None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any, ClassVar, TypeGuard
 
 from starlette.types import ASGIApp
 
-from sgl_ext.chunks.contexts import Contexts
-from sgl_ext.engine.chunks.parameters import MARKED
+from sgl_ext.chunks.contexts import Context, Contexts
+from sgl_ext.engine.chunks.parameters import AUTOMATIC, MARKED
 from sgl_ext.engine.front.bodies import Bodies, object_of
+from sgl_ext.engine.front.custom_params import STORED
 from sgl_ext.errors import ExtError
 from sgl_ext.marks import ids_in, mark, marked
 
@@ -56,47 +56,83 @@ class Parts(Bodies):
         Raises:
             ExtError: a context does not exist, or a part or a field is malformed.
         """
-        salt = request.get("cache_salt")
+        marks = _Marks(self._contexts, request.get("cache_salt"))
+        marks.automatic = self._automatic and not _stays_plain(request)
         messages = request.get("messages")
-        names = False
         for message in messages if isinstance(messages, list) else ():
             if isinstance(message, dict):
                 content = message.get("content")
                 if isinstance(content, list):
-                    message["content"] = content = [self._chat_part(each, salt) for each in content]
-                for id_ in chain.from_iterable(map(ids_in, _texts(content))):
-                    self._contexts.get(id_, _salt(salt))  # SGLang would report another error
-                    names = True
-        if names:  # SGLang tokenizes a chat before the context service sees it
-            request["custom_params"] = {**object_of(request, "custom_params"), MARKED: True}
-        if (field := _PROMPTS.get(path)) is None:
-            return
-        prompt = request.get(field)
-        if isinstance(prompt, list) and any(map(_is_part, prompt)):
-            request[field] = prompt = "".join(self._text(part, salt) for part in prompt)
-        if request.get("echo") and any(map(marked, _texts(prompt))):
-            raise ExtError(
-                "echo does not support prompts with contexts, whose texts are not in the prompt; "
-                "omit it"
-            )
+                    message["content"] = [marks.chat_part(part) for part in content]
+                else:
+                    marks.require_known(content)
+        if marks.named:  # SGLang tokenizes a chat before the context service sees it
+            _add(request, MARKED, True)
+        if (field := _PROMPTS.get(path)) is not None:
+            prompt = request.get(field)
+            if isinstance(prompt, list) and any(map(_is_part, prompt)):
+                request[field] = prompt = "".join(map(marks.text, prompt))
+            prompts = prompt if isinstance(prompt, list) else [prompt]
+            if request.get("echo") and any(isinstance(one, str) and marked(one) for one in prompts):
+                raise ExtError(
+                    "echo does not support prompts with contexts, whose texts are not in the "
+                    "prompt; omit it"
+                )
+        if automatic := {id_: marks.texts[id_] for id_ in marks.texts.keys() - marks.named}:
+            params = request if path != "/generate" else object_of(request, "sampling_params")
+            _add(params, AUTOMATIC, automatic)
+            if path == "/generate":
+                request["sampling_params"] = params
 
-    def _chat_part(self, part: object, salt: object) -> object:
-        mark = self._mark(part, salt)
-        return part if mark is None else {"type": "text", "text": mark}
 
-    def _text(self, part: object, salt: object) -> str:
+class _Marks:
+    """Marks that replace parts of one request.
+
+    Args:
+        contexts: registry of the contexts.
+        salt: the request's ``cache_salt``, of any type.
+
+    Attributes:
+        automatic: whether a part whose text is that of a context is replaced, too.
+        named: ids of the contexts that the request names.
+        texts: texts of the contexts that were found by them, by id.
+    """
+
+    def __init__(self, contexts: Contexts, salt: object) -> None:
+        self._contexts = contexts
+        self._salt = salt
+        self.automatic = False
+        self.named: set[str] = set()
+        self.texts: dict[str, str] = {}
+
+    def chat_part(self, part: object) -> object:
+        """Returns a part of a message as SGLang reads it."""
+        if (mark := self._of(part)) is not None:
+            return {"type": "text", "text": mark}
+        self.require_known(part.get("text") if isinstance(part, Mapping) else part)
+        return part
+
+    def require_known(self, text: object) -> None:
+        """Checks the marks that a user has written; SGLang would report another error."""
+        for id_ in ids_in(text) if isinstance(text, str) else ():
+            self.named.add(self._get(id_).id)
+
+    def text(self, part: object) -> str:
         """Returns the text that a part of a prompt stands for."""
-        found: object = part if isinstance(part, str) else self._mark(part, salt)
-        if found is None and _is_part(part) and part["type"] == "text":
+        if (mark := self._of(part)) is not None:
+            return mark
+        found: object = part
+        if _is_part(part) and part["type"] == "text":
             found = part.get("text")
         if not isinstance(found, str):
             raise ExtError(
                 "a part of a prompt must be a string, {'type': 'text', 'text': …} or {'type': "
                 f"'{_PART}', 'id': …}}, found {part!r:.200}"
             )
+        self.named.update(ids_in(found))
         return found
 
-    def _mark(self, part: object, salt: object) -> str | None:
+    def _of(self, part: object) -> str | None:
         """Returns the mark that replaces a part; None if the part is not a context.
 
         Raises:
@@ -107,22 +143,46 @@ class Parts(Bodies):
         if part["type"] == _PART:
             if not isinstance(id_ := part.get("id"), str):
                 raise ExtError(f"the id of a context must be a string, found {id_!r:.200}")
-            return mark(self._contexts.get(id_, _salt(salt)).id)
-        if not self._automatic or not isinstance(text := part.get("text"), str):
+            self.named.add(self._get(id_).id)
+            return mark(id_)
+        text = part.get("text")
+        if not self.automatic or not isinstance(text, str):
             return None
-        found = self._contexts.find(text, _salt(salt))
-        return None if found is None else mark(found.id)
+        if (found := self._contexts.find(text, _salt(self._salt))) is None:
+            return None
+        self.texts[found.id] = text
+        return mark(found.id)
+
+    def _get(self, id_: str) -> Context:
+        return self._contexts.get(id_, _salt(self._salt))
+
+
+def _stays_plain(request: Mapping[str, Any]) -> bool:
+    """Returns whether a request has fields of a type or with a value that contexts do not support.
+
+    If it names no context, it is then served without any.
+    """
+    places = [request]
+    for name in ("custom_params", "sampling_params"):
+        places.append(found := request.get(name) or {})
+        if not isinstance(found, dict):
+            return True
+    places.append(custom := places[-1].get("custom_params") or {})
+    return (
+        not isinstance(custom, dict)
+        or not isinstance(request.get("cache_salt"), str | None)
+        or bool(request.get("input_ids") or request.get("echo"))
+        or any(each.get(STORED) is not None for each in places)
+    )
+
+
+def _add(params: dict[str, Any], name: str, value: object) -> None:
+    """Adds a key to the ``custom_params`` in ``params``."""
+    params["custom_params"] = {**object_of(params, "custom_params"), name: value}
 
 
 def _is_part(part: object) -> TypeGuard[Mapping[str, object]]:
     return isinstance(part, Mapping) and "type" in part
-
-
-def _texts(content: object) -> list[str]:
-    """Returns the texts in the content of a message."""
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-    return [text for text in texts if isinstance(text, str)]
 
 
 def _salt(found: object) -> str | None:

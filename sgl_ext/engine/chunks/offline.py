@@ -23,7 +23,9 @@ T = TypeVar("T")
 
 
 class EngineContexts:
-    """Context cache of an engine. As with ``engine.generate``, calls must not overlap.
+    """Context cache of an engine, from :func:`sgl_ext.offline.contexts_of`.
+
+    As with ``engine.generate``, calls must not overlap.
 
     Raises:
         UnknownContextError: the engine does not have the context, or no longer has it.

@@ -17,6 +17,9 @@ the chunk in the prompt."""
 MARKED = "ext_marked"
 """Key of a flag: the tokens of the prompt contain marks, which the server's front replaces by a
 composition."""
+AUTOMATIC = "ext_automatic"
+"""Key of the texts, by id, of the contexts that only the server has put marks of into the prompt.
+Where they cannot be linked, the front puts the texts back."""
 
 T = TypeVar("T")
 

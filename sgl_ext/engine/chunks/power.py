@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from sgl_ext.engine.step import cached_tokens
 from sgl_ext.planning.plan import Link, Source
 
 if TYPE_CHECKING:
+    import torch
     from fastapi import FastAPI
 
     from sgl_ext.engine.chunks.links import ChunkLinks
@@ -209,6 +210,9 @@ class ChunksPower(Power[Chunks]):
 
         with blending(forward, rows, blended) as begin:
             yield begin
+
+    def locked(self, req: Req) -> Sequence[torch.Tensor]:
+        return self.links.locked(req.rid)
 
     def prefilled(self, rid: str) -> None:
         self.links.release(rid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -13,13 +14,16 @@ from sgl_ext.chunks.compose import NAMESPACE
 from sgl_ext.chunks.composition import Selection, path_of
 from sgl_ext.chunks.methods import BOS_TOKENS, PASSAGES, LinkMethod, Preparation, Recompute
 from sgl_ext.engine.chunks.parameters import SELECTION
-from sgl_ext.engine.core.own_requests import OwnRequests, all_of
+from sgl_ext.engine.core.own_requests import OverloadedError, OwnRequests, all_of
 from sgl_ext.engine.core.sglang_types import TokenizerManager
 from sgl_ext.errors import ExtError
 
 _AT_ONCE = 4
 """Maximum number of chunks that are prepared at the same time."""
 _ATTEMPTS = 3
+_BUSY_S = 60.0
+"""Seconds for which a request of which the server's queue is full is sent again."""
+_PAUSE_S = 0.05
 
 
 class ChunkPreparation:
@@ -52,7 +56,7 @@ class ChunkPreparation:
 
         Args:
             lead: token ids that the prompts that link the chunk begin with.
-            passages: passages that a chunk may be primed with.
+            passages: passages that chunks are primed with.
 
         Raises:
             ExtError: the method needs a begin-of-sequence token or passages, and there are none.
@@ -66,9 +70,7 @@ class ChunkPreparation:
                     "choose another method"
                 )
             return bos * BOS_TOKENS
-        # All chunks take the first passages, so that they share the KV of their prefix.
-        others = [each for each in passages if each != tuple(tokens[: len(each)])][:PASSAGES]
-        if not others:
+        if not (others := priming(tokens, passages)):
             raise ExtError(
                 "a primed chunk is computed after other chunks of its kind, and there are none; "
                 "create several at once, or the first ones with another method"
@@ -77,7 +79,7 @@ class ChunkPreparation:
 
     async def prepare_all(
         self,
-        method: LinkMethod,
+        methods: Sequence[LinkMethod],
         lead: Sequence[int],
         before: Sequence[Sequence[int]],
         chunks: Sequence[Sequence[int]],
@@ -98,7 +100,9 @@ class ChunkPreparation:
         turns = asyncio.Semaphore(_AT_ONCE)
         done = 0
 
-        async def one(behind: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:
+        async def one(
+            method: LinkMethod, behind: Sequence[int], tokens: Sequence[int]
+        ) -> Sequence[int]:
             nonlocal done
             async with turns:
                 found = await self.prepare(method, lead, behind, tokens, salt)
@@ -106,7 +110,7 @@ class ChunkPreparation:
             tell(done, len(chunks))
             return found
 
-        return await all_of(one(*each) for each in zip(before, chunks, strict=True))
+        return await all_of(one(*each) for each in zip(methods, before, chunks, strict=True))
 
     async def prepare(
         self,
@@ -178,14 +182,30 @@ class ChunkPreparation:
         """Computes the KV of token ids into a namespace of the radix tree, and returns the answer.
 
         Raises:
+            OverloadedError: the server's queue was full for :data:`_BUSY_S`.
             ExtError: the server does not compute it.
         """
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        request = GenerateReqInput(
-            input_ids=list(tokens),
-            sampling_params={"max_new_tokens": 0, "custom_params": custom},
-            extra_key=namespace,
-            cache_salt=salt,
-        )
-        return await self.requests.answer(request)
+        give_up = time.monotonic() + _BUSY_S
+        while True:
+            request = GenerateReqInput(
+                input_ids=list(tokens),
+                sampling_params={"max_new_tokens": 0, "custom_params": custom},
+                extra_key=namespace,
+                cache_salt=salt,
+            )
+            try:
+                return await self.requests.answer(request)
+            except OverloadedError:
+                if time.monotonic() >= give_up:
+                    raise
+            await asyncio.sleep(_PAUSE_S)
+
+
+def priming(tokens: Sequence[int], passages: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Returns the passages that a chunk of ``tokens`` is primed with: not those it begins with.
+
+    All chunks take the first passages, so that they share the KV of their prefix.
+    """
+    return [each for each in passages if each != tuple(tokens[: len(each)])][:PASSAGES]

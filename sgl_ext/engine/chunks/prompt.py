@@ -9,11 +9,11 @@ import msgspec
 
 from sgl_ext.chunks.compose import compose
 from sgl_ext.chunks.contexts import Context, Contexts
-from sgl_ext.engine.chunks.parameters import COMPOSITION, MARKED
+from sgl_ext.engine.chunks.parameters import AUTOMATIC, COMPOSITION, MARKED
 from sgl_ext.engine.core.sglang_types import GenerateReqInput, TokenizerManager
 from sgl_ext.engine.front.custom_params import STORED, custom_params
 from sgl_ext.errors import ExtError
-from sgl_ext.marks import marked
+from sgl_ext.marks import marked, unmarked
 
 _UNSERVED = (
     ("input_ids", "its tokens are computed from its text"),
@@ -30,6 +30,9 @@ _PER_PROMPT = (
 )  # fmt: skip
 """Attributes that a batch may have for each prompt, and their types."""
 _LARGEST_TOKEN = (1 << 31) - 1
+_MOST_TOKENS = 1 << 24
+"""Maximum tokens of all prompts of a request and of the prefixes of their contexts. Short marks can
+stand for long texts, and the event loop composes all prompts at once."""
 
 
 class _Asked(NamedTuple):
@@ -48,6 +51,8 @@ class _Linked(NamedTuple):
     input_ids: list[int]
     extra_key: str
     sampling_params: dict[str, object]
+    size: int
+    """Tokens of the prompt and of the prefixes of its contexts."""
 
 
 class PromptLinking:
@@ -73,15 +78,38 @@ class PromptLinking:
     def link(self, request: GenerateReqInput) -> list[Context]:
         """Replaces the marks in SGLang's ``GenerateReqInput`` by the tokens of their contexts.
 
+        Contexts that the user has not named are put back as text if they cannot be linked.
+
         Returns:
             The context of each mark, in order; empty if the request has no marks.
 
         Raises:
             UnknownContextError: a mark names no context of the request's tenant.
             ExtError: the request has an attribute that contexts do not support, a malformed field,
-                or a prompt that is too long.
+                or prompts that are too long.
         """
-        chat = request.text is None and MARKED in custom_params(request.sampling_params)
+        custom = custom_params(request.sampling_params)
+        automatic, named = custom.pop(AUTOMATIC, None), MARKED in custom
+        if not isinstance(automatic, Mapping):
+            return self._link_all(request, chat=request.text is None and named)
+        tokenized = request.text is None
+        try:
+            return self._link_all(request, chat=tokenized)
+        except ExtError:
+            if tokenized:
+                text = self._text_of(request.input_ids)
+                if (plain := unmarked(text, automatic)) != text:
+                    request.input_ids = self._encode(plain, False)
+            elif isinstance(request.text, str):
+                request.text = unmarked(request.text, automatic)
+            return self._link_all(request, chat=tokenized and named)
+
+    def _link_all(self, request: GenerateReqInput, *, chat: bool) -> list[Context]:
+        """Links the contexts of a request; see :meth:`link`.
+
+        Args:
+            chat: whether SGLang has tokenized the prompt, with marks in it.
+        """
         several = isinstance(request.text, list)
         texts = request.text if several else [request.text]
         if chat:
@@ -99,12 +127,18 @@ class PromptLinking:
                 raise ExtError(f"a prompt with contexts does not support {name}: {why}")
         named: list[Context] = []
         columns = (_each(request, name, type_, len(texts)) for name, type_ in _PER_PROMPT)
-        linked = [
-            self._link(_Asked(*each), bool(request.return_logprob), chat, named)
-            for each in zip(texts, *columns, strict=True)
-        ]
+        linked, size = [], 0
+        for each in zip(texts, *columns, strict=True):
+            one = self._link(_Asked(*each), bool(request.return_logprob), chat, named)
+            linked.append(one)
+            if (size := size + one.size) > _MOST_TOKENS:
+                raise ExtError(
+                    f"prompt {len(linked) - 1} of {len(texts)}: the prompts up to it have {size} "
+                    "tokens, with their contexts and the prefixes of these; a request with "
+                    f"contexts may have {_MOST_TOKENS}; send fewer prompts at once"
+                )
         request.text = None
-        request.input_ids, request.extra_key, request.sampling_params = (
+        request.input_ids, request.extra_key, request.sampling_params, _ = (
             [*column] if several else column[0] for column in zip(*linked, strict=True)
         )
         return named
@@ -134,10 +168,10 @@ class PromptLinking:
             longest=self._manager.context_len,
         )
         if prompt.composition is None:
-            return _Linked(prompt.tokens, asked.key or "", dict(params))
+            return _Linked(prompt.tokens, asked.key or "", dict(params), len(prompt.tokens))
         if custom.get(STORED) is not None:
             raise ExtError(
-                f"a prompt with contexts cannot follow a stored context: omit {STORED} from "
+                f"a prompt with contexts cannot use a stored context; omit {STORED} from "
                 "custom_params, or write the texts of the contexts into the prompt"
             )
         if logprobs and asked.start is not None:
@@ -152,21 +186,26 @@ class PromptLinking:
             prompt.tokens,
             f"{prompt.composition.extra_key}{suffix}",
             {**params, "custom_params": told},
+            len(prompt.tokens) + sum(map(len, prompt.composition.preparations)),
         )
 
     def _decode(self, ids: object) -> str:
         """Returns the text of a chat that SGLang has tokenized with the marks in it."""
-        if not isinstance(ids, list) or not all(
-            isinstance(token, int) and 0 <= token <= _LARGEST_TOKEN for token in ids
-        ):
-            raise ExtError(f"{MARKED} is reserved for the server; omit it")
-        text: str = self._manager.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        text = self._text_of(ids)
         if self._encode(text, False) != ids:
             raise ExtError(
                 "contexts in a chat require a prompt whose tokens decode to its text, and the "
                 "tokens of this one do not (a tokenizer that loses characters, or a continued "
                 "last message); send the prompt to /generate"
             )
+        return text
+
+    def _text_of(self, ids: object) -> str:
+        if not isinstance(ids, list) or not all(
+            isinstance(token, int) and 0 <= token <= _LARGEST_TOKEN for token in ids
+        ):
+            raise ExtError(f"{MARKED} is reserved for the server; omit it")
+        text: str = self._manager.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         return text
 
 

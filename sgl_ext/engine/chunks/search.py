@@ -55,6 +55,8 @@ class Found:
     node: object
     """Last node of the radix tree whose KV on the device belongs to the text."""
     lock: TreeLock
+    locked: torch.Tensor
+    """Slots of all KV that the lock keeps: up to :attr:`node`, also of the text's prefix."""
     keys: Sequence[Key]
     """Pages that are pinned in host memory."""
     pages: Pages
@@ -157,10 +159,10 @@ class ChunkSearch:
         """
         match, begin, keys = self._match(wanted)
         node, root = match.last_device_node, self._tree.root_node_handle(wanted.namespace)
-        slots = self._tree.tree_core.collect_full_device_indices(node, root)
+        locked = self._tree.tree_core.collect_full_device_indices(node, root)
         lock = self._tree.lock(node)
         start, end = len(wanted.before), len(wanted.before) + len(wanted.tokens)
-        slots, pages = slots[start:end], np.empty(0, np.int64)
+        slots, pages = locked[start:end], np.empty(0, np.int64)
         places, held = np.full(len(wanted.tokens) - len(slots), -1, np.int64), 0
         if self._tiers is not None:
             pages = self._tiers.holds.hold(keys)
@@ -171,7 +173,7 @@ class ChunkSearch:
             every = (pages[:, None] * page + np.arange(page)).ravel()
             here = every[max(start - begin, 0) : end - begin]
             places[: (held := len(here))] = here
-        return Found(slots, places, start, node, lock, keys[: len(pages)], pages, held)
+        return Found(slots, places, start, node, lock, locked, keys[: len(pages)], pages, held)
 
     def used(self, found: Found) -> None:
         """Counts a use of the pages on the device and in host memory."""

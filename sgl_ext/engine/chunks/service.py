@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sgl_ext.chunks.contexts import Context, Contexts
 from sgl_ext.chunks.kept import KeptContexts
 from sgl_ext.chunks.methods import (
+    BOS_TOKENS,
     PASSAGE_TOKENS,
     PASSAGES,
     LinkMethod,
@@ -20,12 +21,13 @@ from sgl_ext.chunks.methods import (
     Recompute,
     link_method,
 )
+from sgl_ext.chunks.split import Split
 from sgl_ext.client import ContextInfo
 from sgl_ext.config import Chunks, Tiers
 from sgl_ext.engine.chunks.changes import KeptChanges
 from sgl_ext.engine.chunks.fidelity import SALT
 from sgl_ext.engine.chunks.parameters import COMPOSITION, SELECTION, refused
-from sgl_ext.engine.chunks.prepare import ChunkPreparation
+from sgl_ext.engine.chunks.prepare import ChunkPreparation, priming
 from sgl_ext.engine.chunks.prompt import PromptLinking
 from sgl_ext.engine.chunks.renewal import Renewal
 from sgl_ext.engine.chunks.splitting import Splitting
@@ -93,9 +95,10 @@ class ContextService(Front):
         self._linking = PromptLinking(manager, self.contexts, self.encode)
         self._page = page
         self._most = min(manager.context_len, pool)
+        self._longest_passage = min(PASSAGE_TOKENS, self._most // (4 * PASSAGES))
         # A thread of its own: SGLang tokenizes chats in the event loop's default executor.
         self._reading = ThreadPoolExecutor(1, "sgl_ext-contexts")
-        longest = max(self._most - 2 * page - 1, 1)  # the longest chunk that create() accepts
+        longest = self._most - 2 * page - 1  # the longest chunk and prefix that create() accepts
         self.splitting = Splitting(manager.tokenizer, self._reading, longest)
         """Splitter of long texts into chunks."""
 
@@ -113,14 +116,32 @@ class ContextService(Front):
 
     @property
     def warning(self) -> str | None:
-        """Warning that the KV of the contexts does not stay; None if there is room for it."""
+        """Warning that the KV of some contexts is evicted; None if there is room for all."""
         if self._room is None or self.contexts.tokens <= self._room:
             return None
         return (
-            f"the contexts of this server have more tokens than the {self._room:,} that its KV "
-            "pool and its tiers hold, so that the KV of some is evicted, and computed again when a "
-            "prompt names them; delete contexts, or give the server tiers"
+            f"the contexts total more than the {self._room:,} tokens that the KV pool and tiers "
+            "hold, so the KV of some is evicted and recomputed on use; delete contexts, or add or "
+            "enlarge tiers"
         )
+
+    async def split(
+        self,
+        chunks: Sequence[str | Sequence[int]],
+        how: Split,
+        most: int,
+        *,
+        method: str | None,
+        prefix: str | None,
+    ) -> list[str | Sequence[int]]:
+        """Splits chunks into parts that :meth:`create` accepts; see :meth:`Splitting.parts`."""
+        before = BOS_TOKENS
+        preparation = link_method(self.method if method is None else method).preparation
+        if preparation is Preparation.BARE:
+            before = 0
+        elif preparation is Preparation.PRIMED and how.tokens is not None:
+            before = PASSAGES * self._longest_passage + len(await self._lead(prefix))
+        return await self.splitting.parts(chunks, how, most, before)
 
     async def create(
         self,
@@ -136,8 +157,8 @@ class ContextService(Front):
 
         Args:
             chunks: chunks, each a text or token ids.
-            method: name of the link method. If None, the server's default, or :data:`ALONE` if the
-                default primes chunks and there are no other passages to prime them with.
+            method: name of the link method. If None, the server's default, or :data:`ALONE` for a
+                chunk that the default would prime, if there are no other passages to prime it with.
             prefix: text that the prompts that link the contexts begin with, such as the system
                 prompt; primed chunks are computed behind it.
             ttl: seconds until the contexts expire; if None, they never expire.
@@ -153,16 +174,17 @@ class ContextService(Front):
         tokens = [
             await self._read(self._tokens_of, number, chunk) for number, chunk in enumerate(chunks)
         ]
-        lead = self._preparation.bos()
-        if prefix:
-            lead = await self._read(self.encode, prefix, True)
+        lead = await self._lead(prefix)
         passages = self._passages(tokens, salt)
-        how = self._method(method, alone=len(passages) == 1)
-        before = [self._preparation.before(how, lead, ids, passages) for ids in tokens]
+        methods = [self._method(method, alone=not priming(ids, passages)) for ids in tokens]
+        before = [
+            self._preparation.before(how, lead, ids, passages)
+            for how, ids in zip(methods, tokens, strict=True)
+        ]
         self._require_room(tokens, before)
         if prefix:  # prompts then find the KV of their prefix, whatever their first chunk is
             await self._preparation.prefill(lead, None, salt)
-        recompute = await self._preparation.prepare_all(how, lead, before, tokens, salt, tell)
+        recompute = await self._preparation.prepare_all(methods, lead, before, tokens, salt, tell)
         async with self._changes.change():
             self._require_unpinned(len(chunks))  # others may have been pinned meanwhile
             made = [
@@ -178,7 +200,9 @@ class ContextService(Front):
                     ttl=ttl,
                     keep=salt != SALT,
                 )
-                for chunk, ids, text, again in zip(chunks, tokens, before, recompute, strict=True)
+                for chunk, ids, how, text, again in zip(
+                    chunks, tokens, methods, before, recompute, strict=True
+                )
             ]
         if (warning := self.warning) is not None:
             logger.warning("sgl_ext: %s", warning)
@@ -207,14 +231,20 @@ class ContextService(Front):
         one more than a chunk is primed with, because a chunk does not prime itself.
         """
         known = (context.tokens for context in reversed(self.contexts.all(salt)))
-        longest = min(PASSAGE_TOKENS, self._most // (4 * PASSAGES))
+        longest = self._longest_passage
         return _different((text[:longest] for text in chain(tokens, known)), PASSAGES + 1)
+
+    async def _lead(self, prefix: str | None) -> list[int]:
+        """Returns the token ids that prompts with a prefix begin with."""
+        if not prefix:
+            return self._preparation.bos()
+        return await self._read(self.encode, prefix, True)
 
     def _method(self, name: str | None, *, alone: bool) -> LinkMethod:
         """Returns the link method of a name; see :meth:`create`.
 
         Args:
-            alone: whether there are no other passages to prime a chunk with.
+            alone: whether there are no other passages to prime the chunk with.
         """
         how = link_method(self.method if name is None else name)
         layers = self._manager.model_config.num_hidden_layers
@@ -343,6 +373,12 @@ def context_service(
         room += below // token_bytes
     if config.directory is not None:
         kept = KeptContexts(config.directory, memory["fingerprint"])
+        if others := kept.others():
+            logger.warning(
+                "sgl_ext: %s has %d contexts of other models, or of this one with other weights or "
+                "another --dtype, --quantization or --tp-size; prompts cannot name them here",
+                config.directory, others,
+            )  # fmt: skip
     return ContextService(
         manager,
         method=config.method,

@@ -48,7 +48,7 @@ class Splitting:
     Args:
         tokenizer: tokenizer of the model.
         tokenizing: executor of one thread, which tokenizes the texts of all requests.
-        longest: maximum part size in tokens; a larger requested size is reduced to it.
+        longest: maximum tokens of a part and its prefix; larger requested sizes are reduced.
     """
 
     def __init__(self, tokenizer: Tokenizer, tokenizing: Executor, longest: int) -> None:
@@ -58,13 +58,14 @@ class Splitting:
         self._threads = ThreadPoolExecutor(_AT_ONCE, "sgl_ext-splitting")
 
     async def parts(
-        self, chunks: Sequence[str | Sequence[int]], how: Split, most: int
+        self, chunks: Sequence[str | Sequence[int]], how: Split, most: int, before: int = 0
     ) -> list[str | Sequence[int]]:
         """Splits chunks, and returns their parts in order.
 
         Args:
             how: parameters of the split; without a split, the chunks are returned unchecked.
             most: maximum number of parts.
+            before: maximum tokens of the prefix that a part is computed with.
 
         Raises:
             ExtError: a chunk cannot be split this way, there are more than ``most`` parts, or
@@ -73,7 +74,8 @@ class Splitting:
         if how == Split():
             return list(chunks)
         if how.tokens is not None:
-            how = how.model_copy(update={"tokens": min(how.tokens, self._longest)})
+            longest = max(self._longest - before, 1)
+            how = how.model_copy(update={"tokens": min(how.tokens, longest)})
         loop = asyncio.get_running_loop()
         turns = _Turns(self._tokenizer, self._tokenizing)
         found: list[str | Sequence[int]] = []

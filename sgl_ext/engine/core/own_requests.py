@@ -28,6 +28,12 @@ class AbortedError(ExtError):
     """Error for a request that was aborted before it was computed; another one may succeed."""
 
 
+class OverloadedError(AbortedError):
+    """Error for a request that the server has rejected because of its load."""
+
+    status = 503
+
+
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Returns the results of concurrent work, in its order; cancels the rest if one part fails."""
     tasks = [asyncio.ensure_future(each) for each in work]
@@ -56,8 +62,8 @@ class OwnRequests:
         """Returns the complete answer to SGLang's ``GenerateReqInput``.
 
         Raises:
-            AbortedError: the request was aborted, for example by ``/abort_request``, or the server
-                has too much load.
+            AbortedError: the request was aborted, for example by ``/abort_request``.
+            OverloadedError: the server has too much load.
             ExtError: the server rejects the request, or cannot compute it.
         """
         from fastapi import HTTPException
@@ -77,8 +83,12 @@ class OwnRequests:
         except ValueError as error:  # SGLang raises it for an invalid request
             raise ExtError(f"{self._what} was not computed: {error}") from None
         except HTTPException as error:  # and this one for an aborted request with a status
-            what = AbortedError if str(error.detail).startswith(_BUSY) else ExtError
-            raise what(f"{self._what} was not computed: {error.detail}") from None
+            if str(error.detail).startswith(_BUSY):
+                raise OverloadedError(
+                    f"{self._what} was not computed: {error.detail} Try again later, or raise "
+                    "--max-queued-requests"
+                ) from None
+            raise ExtError(f"{self._what} was not computed: {error.detail}") from None
         finally:
             self._asking.discard(id(request))
         return answer

@@ -142,9 +142,10 @@ def _require_layout(
     if config.memory.layout == "layer_major":
         reason = "memory.layout layer_major"
     if needing and reason is not None:
+        names, verb = ", ".join(needing), "requires" if len(needing) == 1 else "require"
         raise hooks.ActivationError(
-            f"{' and '.join(needing)}: this requires the block-major KV layout, which does not "
-            f"support {reason}; remove one of the two"
+            f"{names} {verb} the block-major KV layout, which does not support {reason}; remove "
+            f"{names} from the configuration, or change that setting"
         )
 
 

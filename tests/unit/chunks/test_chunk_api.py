@@ -7,7 +7,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import pairwise
@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 import pytest
 from context_kit import Manager
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.testclient import TestClient
 from pydantic import ValidationError
 from sglang.srt.managers.io_struct import GenerateReqInput
@@ -28,10 +28,11 @@ from sgl_ext.chunks.contexts import Context
 from sgl_ext.chunks.kept import KeptContexts
 from sgl_ext.chunks.split import Split
 from sgl_ext.config import Chunks
-from sgl_ext.engine.chunks import splitting
+from sgl_ext.engine.chunks import prepare, splitting
+from sgl_ext.engine.chunks import prompt as linking
 from sgl_ext.engine.chunks.api import CreateContexts, install
 from sgl_ext.engine.chunks.middleware import Parts
-from sgl_ext.engine.chunks.parameters import MARKED
+from sgl_ext.engine.chunks.parameters import AUTOMATIC, MARKED
 from sgl_ext.engine.chunks.service import ALONE, ContextService
 from sgl_ext.engine.front import client_gone
 from sgl_ext.engine.front.bodies import read
@@ -116,7 +117,7 @@ def test_progress_is_streamed_and_evicted_contexts_are_announced(manager: Manage
     assert [each["tokens"] for each in last.pop("contexts")] == [3, 2]
     assert not last
     (_, last) = events("f")
-    assert "more tokens than the 5 that its KV pool" in last["warning"]
+    assert "total more than the 5 tokens that the KV pool" in last["warning"]
     (last,) = events("")
     assert "chunk 0 is empty" in last["error"]["message"]
 
@@ -183,7 +184,7 @@ def test_pinned_contexts_are_listed_and_stay(client: TestClient) -> None:
     assert client.post(f"/ext/chunks/{two['id']}/pin").status_code == 200
     refused = client.post(f"/ext/chunks/{three['id']}/pin")
     assert refused.status_code == 400
-    assert "at most 2 contexts can be pinned" in refused.json()["error"]["message"]
+    assert "the maximum of 2 pinned contexts" in refused.json()["error"]["message"]
     many = client.post("/ext/chunks", json={"chunks": ["x"] * 9})
     assert many.status_code == 400
     assert "at most 8 beside 2 pinned contexts" in many.json()["error"]["message"]
@@ -498,6 +499,69 @@ def test_a_primed_default_falls_back_without_other_chunks(manager: Manager) -> N
         asyncio.run(service.create(["one"], method="primed", salt="nobody"))
 
 
+def test_chunks_that_begin_with_all_others_are_not_primed(manager: Manager) -> None:
+    service = ContextService(
+        manager, method="primed", limit=10, page=16, token_bytes=100, pool=1000
+    )
+    asyncio.run(service.create(["one"]))
+    (longer,) = asyncio.run(service.create(["one and more"]))
+    assert (longer.method, longer.before, longer.recompute) == (ALONE, (), tuple(range(12)))
+    one, longer = asyncio.run(service.create(["one", "one and more"], salt="another"))
+    assert (one.method, one.before) == ("primed", (1, *b"one an"))
+    assert (longer.method, longer.before) == (ALONE, ())
+    with pytest.raises(ExtError, match="computed after other chunks of its kind"):
+        asyncio.run(service.create(["one and more"], method="primed", salt="third"))
+
+
+@pytest.mark.parametrize(
+    ("more", "sizes"),
+    [
+        ({}, [42, 42, 42, 24]),
+        ({"prefix": "p" * 10}, [32, 32, 32, 32, 22]),
+        ({"method": "lego-0"}, [63, 63, 24]),
+        ({"method": "naive"}, [67, 67, 16]),
+    ],
+)
+def test_split_parts_fit_behind_their_prefix(
+    manager: Manager, more: dict[str, Any], sizes: list[int]
+) -> None:
+    service = ContextService(
+        manager, method="primed", limit=10, page=16, token_bytes=100, pool=1000
+    )
+    app = FastAPI()
+    install(app, service, Chunks(method="primed"))
+    text = "".join(map(chr, range(33, 183)))
+    how = {"by": "tokens", "tokens": 1000}
+    made = create(TestClient(app), text, split=how, **more)
+    assert [context["tokens"] for context in made] == sizes
+
+
+@pytest.mark.parametrize("message", ["The request queue is full.", "the device is full"])
+def test_chunks_are_computed_when_the_queue_is_no_longer_full(
+    service: ContextService, manager: Manager, monkeypatch: pytest.MonkeyPatch, message: str
+) -> None:
+    monkeypatch.setattr(prepare, "_PAUSE_S", 0)
+    generate, refused = manager.generate_request, []
+
+    async def full(request: GenerateReqInput) -> AsyncIterator[dict[str, Any]]:
+        if len(refused) < 5:
+            refused.append(request)
+            raise HTTPException(503, message)
+        async for answer in generate(request):
+            yield answer
+
+    monkeypatch.setattr(manager, "generate_request", full)
+    if "queue" in message:
+        assert len(asyncio.run(service.create(["a", "b", "c"]))) == 3
+        assert (len(refused), len(manager.requests)) == (5, 3)
+        refused.clear()
+        monkeypatch.setattr(prepare, "_BUSY_S", 0)
+    with pytest.raises(ExtError, match=message) as raised:
+        asyncio.run(service.create(["d"]))
+    assert raised.value.status == (503 if "queue" in message else 400)
+    assert len(refused) == 1
+
+
 def test_contexts_are_invisible_to_other_tenants(client: TestClient) -> None:
     (mine,) = create(client, "chunk", cache_salt="mine")
     for query in ("", "?cache_salt=other"):
@@ -664,7 +728,7 @@ def test_a_marked_chat_without_marks_is_rejected(service: ContextService) -> Non
         ({"sampling_params": {"custom_params": "x"}}, "custom_params of .* must be an object"),
         (
             {"sampling_params": {"custom_params": {"ext_stored": {"id": "stx-a"}}}},
-            "cannot follow a stored context: omit ext_stored",
+            "cannot use a stored context; omit ext_stored",
         ),
         ({"token_indices_to_pool": [1]}, "not support token_indices_to_pool: linked"),
         ({"cache_salt": "other"}, "context .* not found"),
@@ -694,6 +758,119 @@ def test_a_prompt_longer_than_the_context_length_is_rejected(
     service.link(GenerateReqInput(text=2 * mark(context["id"]) + "b"))
     with pytest.raises(ExtError, match="exceeds the maximum length of 100 tokens"):
         service.link(GenerateReqInput(text=1000 * mark(context["id"]) + "b"))
+
+
+def test_the_composed_tokens_of_a_batch_are_limited(
+    client: TestClient, service: ContextService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linking, "_MOST_TOKENS", 100)
+    (context,) = create(client, "x" * 40)
+    texts = [mark(context["id"]) + "b"] * 1000
+    service.link(GenerateReqInput(text=texts[:2]))
+    with (
+        mock.patch.object(service.contexts, "get", wraps=service.contexts.get) as get,
+        pytest.raises(ExtError, match=r"prompt 2 of 1000: .* up to it have 126 tokens"),
+    ):
+        service.link(GenerateReqInput(text=texts))
+    assert get.call_count == 3
+    behind = service.contexts.create([7], method="primed", before=[8] * 100)
+    with pytest.raises(ExtError, match=r"prompt 0 of 1: .* have 103 tokens"):
+        service.link(GenerateReqInput(text=mark(behind.id) + "b"))
+
+
+def test_contexts_that_are_not_named_are_put_back_as_text_where_they_cannot_be_linked(
+    client: TestClient, service: ContextService, manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (context,) = create(client, "chunk")
+    parts = [{"type": "text", "text": text} for text in ("<", "chunk", ">")]
+
+    def asked(**fields: Any) -> GenerateReqInput:
+        """Returns the request that SGLang makes of a chat."""
+        body = {"messages": [{"role": "user", "content": parts}]}
+        body = client.post("/v1/chat/completions", json=body).json()
+        text = "".join(part["text"] for part in body["messages"][0]["content"])
+        assert text == f"<{mark(context['id'])}>"
+        assert body["custom_params"] == {AUTOMATIC: {context["id"]: "chunk"}}
+        params = {"custom_params": body["custom_params"]}
+        fields = {"input_ids": list(map(ord, text)), **fields}
+        return GenerateReqInput(sampling_params=params, **fields)
+
+    def generated(**fields: Any) -> GenerateReqInput:
+        body = client.post("/generate", json={"text": parts}).json()
+        assert body["text"] == f"<{mark(context['id'])}>"
+        return GenerateReqInput(**body, **fields)
+
+    for request in (asked(), generated()):
+        assert [one.id for one in service.link(request)] == [context["id"]]
+        assert [*request.sampling_params["custom_params"]] == ["ext_composition"]
+    for request in (asked(lora_path="adapter"), asked(session_params={"id": "s"})):
+        assert service.link(request) == []
+        assert request.input_ids == [*b"<chunk>"]
+        assert request.sampling_params == {"custom_params": {}}
+    request = generated(lora_path="adapter")
+    assert service.link(request) == []
+    assert (request.text, request.input_ids) == ("<chunk>", None)
+    request = asked(input_ids=[*b"dropped by the template"])
+    assert service.link(request) == []
+    assert request.input_ids == [*b"dropped by the template"]
+
+    requests = asked(), generated()
+    service.contexts.delete(context["id"])
+    assert [service.link(each) for each in requests] == [[], []]
+    assert (requests[0].input_ids, requests[1].text) == ([*b"<chunk>"], "<chunk>")
+    (context,) = create(client, "chunk")
+    request = asked()
+    monkeypatch.setattr(  # tokens that are not those of their text
+        manager, "tokenizer", SimpleNamespace(**vars(manager.tokenizer)), raising=False
+    )
+    manager.tokenizer.encode = lambda text, add_special_tokens: [*map(ord, text), 0]  # noqa: ARG005
+    assert service.link(request) == []
+    assert request.input_ids == [*b"<chunk>", 0]
+
+
+def test_a_context_that_is_named_is_not_put_back(
+    client: TestClient, service: ContextService
+) -> None:
+    same, named = create(client, "chunk", "other")
+    parts = [{"type": "text", "text": "chunk"}, {"type": "ext_context", "id": named["id"]}]
+    body = {"messages": [{"role": "user", "content": parts}]}
+    body = client.post("/v1/chat/completions", json=body).json()
+    params = {"custom_params": body["custom_params"]}
+    assert params["custom_params"] == {MARKED: True, AUTOMATIC: {same["id"]: "chunk"}}
+    ids = list(map(ord, mark(same["id"]) + mark(named["id"])))
+    service.contexts.delete(same["id"])
+    request = GenerateReqInput(input_ids=ids, sampling_params=params)
+    assert [one.id for one in service.link(request)] == [named["id"]]
+    assert request.input_ids == [*b"chunkother"]
+    params = {"custom_params": {MARKED: True, AUTOMATIC: {same["id"]: "chunk"}}}
+    request = GenerateReqInput(input_ids=ids, sampling_params=params, lora_path="adapter")
+    with pytest.raises(ExtError, match="does not support lora_path"):
+        service.link(request)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"ext_stored": {"id": "stx-a"}},
+        {"custom_params": {"ext_stored": {"id": "stx-a"}}},
+        {"sampling_params": {"custom_params": {"ext_stored": {"id": "stx-a"}}}},
+        {"input_ids": [1, 2]},
+        {"echo": True},
+        {"cache_salt": [""]},
+        {"sampling_params": [{}]},
+        {"sampling_params": {"custom_params": "x"}},
+    ],
+)
+def test_contexts_are_not_linked_unasked_where_they_are_not_supported(
+    client: TestClient, more: dict[str, Any]
+) -> None:
+    create(client, "chunk")
+    part = {"type": "text", "text": "chunk"}
+    chat = {"messages": [{"role": "user", "content": [part]}], **more}
+    assert client.post("/v1/chat/completions", json=chat).json() == chat
+    for path, name in (("/generate", "text"), ("/v1/completions", "prompt")):
+        answer = client.post(path, json={name: [part], **more}).json()
+        assert answer == {name: "chunk", **more}
 
 
 @pytest.mark.parametrize("ids", [[1 << 40], [[1]], "abc", None, [-1]])

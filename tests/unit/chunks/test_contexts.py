@@ -99,7 +99,7 @@ class Tenants(RuleBasedStateMachine):
         wanted = self.model[number % len(self.model)]
         full = sum(one.pinned for one in self.model) == MOST_PINNED
         if pinned and not wanted.pinned and full:
-            with pytest.raises(ExtError, match=f"at most {MOST_PINNED} contexts can be pinned"):
+            with pytest.raises(ExtError, match=f"maximum of {MOST_PINNED} pinned contexts"):
                 self.contexts.pin(wanted.id, wanted.salt, pinned=True)
             self.touch(wanted)
             return
@@ -154,7 +154,7 @@ def test_pinned_contexts_expire_and_can_be_deleted() -> None:
     for deleted in (True, False):
         context = contexts.create((1,), method="naive", ttl=5)
         contexts.pin(context.id, pinned=True)
-        with pytest.raises(ExtError, match=r"chunks\.limit = 9 at most 1 contexts can be pinned"):
+        with pytest.raises(ExtError, match=r"of 1 pinned contexts .chunks\.limit = 9. is"):
             contexts.pin(contexts.create((2,), method="naive").id, pinned=True)
         if deleted:
             contexts.delete(context.id)

@@ -76,6 +76,24 @@ def test_the_limit_holds_after_a_restart(tmp_path: Path) -> None:
     kept.close()
 
 
+def test_probes_remove_no_kept_context(tmp_path: Path) -> None:
+    contexts, kept = opened(tmp_path, time := Time(0.0))
+    made = [contexts.create([at], method="naive") for at in range(16)]
+    kept.commit()
+    kept.close()
+    contexts, kept = opened(tmp_path, time)
+    probes = [contexts.create([at], method="naive", keep=False, salt="probe") for at in range(7)]
+    for each in probes:
+        contexts.delete(each.id, "probe")
+    kept.commit()
+    assert contexts.all() == made
+    assert [each for each, _ in kept.all()] == made
+    for at in range(100):
+        contexts.create([at], method="naive", keep=False, salt="probe")
+    assert len(contexts) == 16 + 8
+    kept.close()
+
+
 def test_contexts_are_pinned_after_a_restart(tmp_path: Path) -> None:
     contexts, kept = opened(tmp_path, time := Time(1000.0), limit=30)
     made = [contexts.create([at], method="naive", ttl=100) for at in range(20)]
@@ -111,13 +129,20 @@ def test_contexts_that_earlier_releases_have_kept_are_not_pinned(tmp_path: Path)
 def test_contexts_of_another_model_are_kept_but_not_seen(tmp_path: Path) -> None:
     contexts, kept = opened(tmp_path, time := Time(0.0))
     made = contexts.create([1], method="naive")
+    later = contexts.create([2], method="naive", ttl=10)
     kept.commit()
+    assert kept.others() == 0
     kept.close()
-    other = KeptContexts(tmp_path, "another model")
+    other = KeptContexts(tmp_path, "another model", time.wall)
     assert not [*other.all()]
+    assert other.others() == 2
+    time.now += 11
+    assert other.others() == 1
     other.close()
+    time.now -= 11
     contexts, kept = opened(tmp_path, time)
     assert contexts.get(made.id) == made
+    assert later.id not in contexts  # removed after it had expired
     kept.close()
 
 

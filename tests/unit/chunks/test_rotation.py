@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rope_kit import tables
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding
 
 from sgl_ext.chunks.rotation import RotatingCopy
 from sgl_ext.engine.chunks.rope import verified_rope
@@ -113,6 +114,21 @@ def test_frequencies_are_recovered_from_the_cos_sin_table(name: str) -> None:
     if name in ("plain", "half"):
         expected = embedding._compute_inv_freq(embedding.base).numpy()
         np.testing.assert_allclose(found, expected, rtol=3e-7)
+
+
+@pytest.mark.parametrize("scaling", [None, 3.0])
+def test_tables_of_a_million_positions_may_be_rounded(scaling: float | None) -> None:
+    """Above 2^19, adjacent float32 angles are 0.06 apart."""
+    if scaling is None:
+        embedding = RotaryEmbedding(8, 8, 1 << 20, 10, True, torch.float32)
+    else:
+        embedding = LinearScalingRotaryEmbedding(8, 8, 1 << 19, 10, True, scaling, torch.float32)
+    table = embedding._compute_cos_sin_cache()
+    expected = embedding._compute_inv_freq(embedding.base).numpy() / (scaling or 1.0)
+    np.testing.assert_allclose(frequencies_of(table.numpy()), expected, rtol=3e-7)
+    longer = torch.cat((table, table[1:]))
+    with pytest.raises(ValueError, match=r"at positions \d+ to .* is static"):
+        frequencies_of(longer.numpy())
 
 
 def test_embeddings_that_are_not_static_are_refused() -> None:

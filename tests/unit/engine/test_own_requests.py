@@ -63,3 +63,4 @@ def test_a_request_may_be_sent_again_if_the_server_was_busy(message: str, again:
     with pytest.raises(ExtError, match=f"a chunk was not computed: {message}") as raised:
         asyncio.run(OwnRequests(manager, "a chunk").answer(request))
     assert isinstance(raised.value, AbortedError) is again
+    assert raised.value.status == (503 if again else 400)
