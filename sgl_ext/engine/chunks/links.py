@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sgl_ext.chunks.composition import LEAD, Composition, Selection
+from sgl_ext.chunks.composition import LEAD
 from sgl_ext.chunks.methods import BLEND_LAYERS
 from sgl_ext.config.chunks import Chunks
 from sgl_ext.engine.chunks.blend import Candidates
@@ -21,12 +20,11 @@ from sgl_ext.engine.chunks.parameters import composition_of
 from sgl_ext.engine.chunks.report import COUNTED, Linked, report
 from sgl_ext.engine.chunks.rope import verified_rope
 from sgl_ext.engine.chunks.search import ChunkSearch, Found, Wanted
+from sgl_ext.engine.chunks.wanted import chunks_of, leads, start_of
 from sgl_ext.engine.core.requests import precedence
 from sgl_ext.engine.core.runtime import ExtRuntime
-from sgl_ext.engine.core.sglang_types import KVPool, Req, Scheduler
-from sgl_ext.engine.kv.indices import on_host
+from sgl_ext.engine.core.sglang_types import Req, Scheduler
 from sgl_ext.memory.slab import Slab
-from sgl_ext.memory.streams import Streams, streams_of
 from sgl_ext.planning import choices
 from sgl_ext.planning.costs import Costs
 from sgl_ext.planning.plan import Compute, Link, PrefillPlan, Span
@@ -35,8 +33,6 @@ from sgl_ext.planning.want import Name, Want
 
 _EARLIER = "_sgl_ext_linked_before"
 """Attribute of SGLang's ``Req``: see :attr:`LinkedRequest.earlier`."""
-_LEADS = 4
-"""Maximum number of earlier turns of a conversation that are searched for a lead."""
 
 
 class Copied(NamedTuple):
@@ -56,10 +52,8 @@ class ChunkLinks:
 
     Args:
         search: finds the KV of chunks.
-        pool: SGLang's KV pool, a view of the slab.
         slab: memory that holds the KV.
         move: copies KV to other positions.
-        streams: streams of the device that has the slab.
         plans: plans by request id; receives the plan of each request that is acquired.
         divides: whether a part of the chunks in lower tiers is computed while the others load;
             else they are loaded before the request is admitted.
@@ -71,10 +65,8 @@ class ChunkLinks:
     def __init__(
         self,
         search: ChunkSearch,
-        pool: KVPool,
         slab: Slab,
         move: Moves,
-        streams: Streams,
         plans: dict[str, PrefillPlan],
         costs: Costs | None,
         *,
@@ -83,13 +75,11 @@ class ChunkLinks:
     ) -> None:
         self._divides = divides
         self._budget = budget
-        self._search = search
+        self.search = search
         self._costs = costs
         self._plans = plans
         self._slab = slab
-        self._pool = pool
         self._move = move
-        self._streams = streams
         self._requests: dict[str, LinkedRequest] = {}
         self._asked: set[str] = set()
         """Ids of the requests for whose chunks lower tiers were asked."""
@@ -100,22 +90,22 @@ class ChunkLinks:
 
     def ask(self, req: Req) -> None:
         """Starts to load the chunks of SGLang's ``req`` from lower tiers, if there are any."""
-        if not self._search.waits or (composition := composition_of(req)) is None:
+        if not self.search.waits or (composition := composition_of(req)) is None:
             return
         lead = self._lead(req, 0)
         # A lead ends where a chunk begins, so that the texts follow one another.
-        texts = [*_chunks(req, 0 if lead is None else len(lead.tokens))]
+        texts = [*chunks_of(req, 0 if lead is None else len(lead.tokens))]
         if lead is not None:
             texts.insert(0, (LEAD, lead))
         runs = [
-            self._search.run(wanted, _start(composition, number), number)
+            self.search.run(wanted, start_of(composition, number), number)
             for number, wanted in texts
         ]
         self._asked.add(req.rid)
         if found := tuple(run for run in runs if run is not None):
             name = req.rid if self._divides else _name(req.rid)
             want = Want(name, found, len(req.origin_input_ids), precedence(req), linked=True)
-            self._search.load(want, whole=not self._divides)
+            self.search.load(want, whole=not self._divides)
 
     def ready(self, req: Req) -> bool:
         """Returns whether the request need not wait for its chunks any longer.
@@ -127,7 +117,7 @@ class ChunkLinks:
         if req.rid not in self._had_turn:
             self._had_turn.add(req.rid)
             self.ask(req)  # the lease of loaded pages may have expired while the request waited
-        return self._divides or self._search.ready(_name(req.rid))
+        return self._divides or self.search.ready(_name(req.rid))
 
     def forget(self, rid: str) -> None:
         """Forgets that a request waits; what it waited for is not loaded as a whole any more."""
@@ -135,7 +125,7 @@ class ChunkLinks:
         if rid in self._asked:
             self._asked.remove(rid)
             if not self._divides:  # else the power that restores prefixes ends the want
-                self._search.forget(_name(rid))
+                self.search.forget(_name(rid))
 
     def acquire(self, req: Req, *, computing: bool = False) -> Linked | None:
         """Finds and keeps the chunks behind the prefix that ``req`` has, and makes its plan.
@@ -155,7 +145,7 @@ class ChunkLinks:
         here = [
             range(at + each.start, at + each.stop)
             for number, one in found.items()
-            for at in [_start(composition, number)]
+            for at in [start_of(composition, number)]
             for each in one.available
         ]
         costs = self._costs
@@ -163,10 +153,10 @@ class ChunkLinks:
             computing = not choices.links(costs, sum(map(len, here)), req.prefix_len, req.rid)
         if found and computing:
             for one in found.values():
-                self._search.let_go(one)
+                self.search.let_go(one)
             found, spared = {}, here
         if computing and self._divides:
-            self._search.forget(req.rid)
+            self.search.forget(req.rid)
         elif computing:
             self.forget(req.rid)
         tokens = len(req.origin_input_ids)
@@ -183,10 +173,10 @@ class ChunkLinks:
         """Finds and keeps the lead and the chunks behind the prefix that ``req`` has."""
         found, have = dict[int, Found](), req.prefix_len
         if (wanted := self._lead(req, have)) is not None:
-            found[LEAD] = self._search.find(wanted)
+            found[LEAD] = self.search.find(wanted)
             have = max(have, found[LEAD].leading)
-        for number, wanted in _chunks(req, have):
-            found[number] = self._search.find(wanted)
+        for number, wanted in chunks_of(req, have):
+            found[number] = self.search.find(wanted)
         return found
 
     def admitted(self, req: Req) -> None:
@@ -196,26 +186,26 @@ class ChunkLinks:
         if (request := self._requests.get(req.rid)) is not None:
             request.prefix = req.prefix_len  # including what SGLang has loaded since
             for found in request.found.values():
-                self._search.used(found)
+                self.search.used(found)
 
     def plan(self, rid: str) -> None:
         """Makes the plan of an acquired request's next forward, with all KV that is here by now."""
         if (request := self._requests.get(rid)) is None:
             return
-        part, loaded = self._search.planned(rid)
+        part, loaded = self.search.planned(rid)
         for found in request.found.values():
             found.places[found.held :] = -1  # the planner may have given up what it had loaded
         for landed in loaded:
             text = landed.run.text
             if text in request.found:
-                self._place(request.found[text], landed, _start(request.composition, text))
+                self._place(request.found[text], landed, start_of(request.composition, text))
         available = [
             request.found[number].available if number in request.found else []
             for number in range(len(request.composition.chunks))
         ]
         lead = request.found[LEAD].available if LEAD in request.found else []
         share = BLEND_LAYERS / self._slab.layout.layers
-        request.spared = self._search.spared(rid) or request.spared
+        request.spared = self.search.spared(rid) or request.spared
         request.plan = self._plans[rid] = request.composition.plan(
             request.tokens, available, lead, blend_share=share, stop=part.stop,
             budget=self._budget,
@@ -294,33 +284,6 @@ class ChunkLinks:
         request = self._requests.get(rid)
         return None if request is None else request.queried(start, end)
 
-    def select(self, req: Req, selection: Selection) -> list[int] | None:
-        """Returns the offsets of the chunk's tokens whose values differ most, ascending.
-
-        The values are those of the two preparations that ``selection`` names. Returns None if KV of
-        either is no longer on the device.
-        """
-        start = len(selection.preparation)
-        tokens = req.origin_input_ids[start : start + selection.length]
-        ways = []
-        for before in (selection.preparation, selection.other):
-            wanted = Wanted(selection.namespace, req.cache_salt, before, tokens)
-            found = self._search.find(wanted)
-            self._search.let_go(found)  # nothing is evicted before this method returns
-            if len(found.slots) < len(tokens):
-                return None
-            ways.append(found.slots)
-        one, other = ways
-        self._streams.synchronize()  # a forward in flight may write KV that the tree has already
-        changed = torch.zeros(len(tokens), device=one.device)
-        for layer in range(self._slab.layout.layers):
-            values = self._pool.get_value_buffer(layer)
-            here, there = values[one].float(), values[other].float()
-            changed += (here - there).square().sum((1, 2)) / there.square().sum((1, 2))
-        most = min(selection.count, len(tokens))
-        chosen: list[int] = on_host(changed.topk(most).indices.sort().values).tolist()
-        return chosen
-
     def locked(self, rid: str) -> list[torch.Tensor]:
         """Returns the slots of the radix tree that are locked for an acquired request."""
         request = self._requests.get(rid)
@@ -331,67 +294,18 @@ class ChunkLinks:
         if (request := self._requests.pop(rid, None)) is not None:
             self._plans.pop(rid, None)
             for found in request.found.values():
-                self._search.let_go(found)
+                self.search.let_go(found)
             request.found = {}
             if 0 < request.reached < request.tokens:
                 request.earlier.append(request)
 
     def _lead(self, req: Req, prefix: int) -> Wanted | None:
-        """Returns the beginning of the prompt of which another prompt has most KV on the device.
-
-        The other prompt has no chunks, or only the first ones, as an earlier turn of the
-        conversation has. Returns None if no such beginning ends behind ``prefix`` and before the
-        tokens whose logprobs are requested.
-        """
-        composition = composition_of(req)
-        if composition is None:
-            return None
-        most = len(req.origin_input_ids)
-        if req.return_logprob and req.logprob_start_len >= 0:
-            most = req.logprob_start_len  # as in SGLang: logits are needed from there on
-        page, chunks = self._slab.layout.page, composition.chunks
-        ends = [
-            (count, after.at)
-            for count, (chunk, after) in enumerate(pairwise(chunks), 1)
-            if after.at - (chunk.at + chunk.length) >= page  # a shorter gap saves too little
-        ]
-        ends = [(0, chunks[0].at), *ends[-_LEADS:]]
-        user = (req.extra_key or "").removeprefix(composition.extra_key)
-        return self._search.longest(
-            Wanted(
-                composition.until(count).extra_key + user if count else user[1:] or None,
-                req.cache_salt,
-                (),
-                req.origin_input_ids[:end],
-            )
-            for count, end in ends
-            if prefix < end <= most
-        )
+        return self.search.longest(leads(req, prefix, self._slab.layout.page))
 
 
 def _name(rid: str) -> Name:
     """Returns the name of the want of a request's chunks, if they are loaded as a whole."""
     return "chunks", rid
-
-
-def _start(composition: Composition, number: int) -> int:
-    """Returns the position in the prompt of a chunk's first token."""
-    return 0 if number == LEAD else composition.chunks[number].at
-
-
-def _chunks(req: Req, have: int) -> Iterator[tuple[int, Wanted]]:
-    """Yields number and text of each chunk that ends behind the first ``have`` tokens.
-
-    Chunks of which all tokens are recomputed are omitted.
-    """
-    if (composition := composition_of(req)) is None:
-        return
-    for number, chunk in enumerate(composition.chunks):
-        end = chunk.at + chunk.length
-        if end > have and len(chunk.recompute) < chunk.length:
-            before = composition.preparations[chunk.preparation]
-            tokens = req.origin_input_ids[chunk.at : end]
-            yield number, Wanted(composition.namespace, req.cache_salt, before, tokens)
 
 
 def open_links(scheduler: Scheduler, ext: ExtRuntime, section: Chunks) -> ChunkLinks:
@@ -410,10 +324,8 @@ def open_links(scheduler: Scheduler, ext: ExtRuntime, section: Chunks) -> ChunkL
     decides = section.link == "auto" and get_parallel().tp_size == 1
     return ChunkLinks(
         ChunkSearch(scheduler.tree_cache, stack, planner),
-        runner.token_to_kv_pool,
         slab,
         moves_of(slab.layout, rope, slab.tensor(), holds),
-        streams_of(slab.device, None),
         ext.plans,
         ext.costs if decides else None,
         divides=ext.restore is not None and not ext.independent,

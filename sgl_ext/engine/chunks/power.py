@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import torch
     from fastapi import FastAPI
 
+    from sgl_ext.engine.chunks.changed_values import ChangedValues
     from sgl_ext.engine.chunks.links import ChunkLinks
     from sgl_ext.engine.chunks.metrics import ChunksMetrics
     from sgl_ext.engine.chunks.report import Linked
@@ -62,6 +63,7 @@ class ChunksPower(Power[Chunks]):
     )
 
     links: ChunkLinks
+    changed_values: ChangedValues
     _linked: Linked | None = None
     """Report of the request whose admission is tried; None if its prompt has no chunks."""
     _unserved: Mapping[Recompute, str] = {}
@@ -92,14 +94,20 @@ class ChunksPower(Power[Chunks]):
     def open(self, ext: ExtRuntime, scheduler: Scheduler) -> None:
         from sglang.srt.runtime_context import get_parallel
 
+        from sgl_ext.engine.chunks.changed_values import ChangedValues
         from sgl_ext.engine.chunks.links import open_links
         from sgl_ext.engine.chunks.parameters import refused
+        from sgl_ext.memory.streams import streams_of
 
         require_running(scheduler.tp_worker.model_runner, self.attention())
         self._ext = ext
         layers = scheduler.model_config.num_hidden_layers
         self._unserved = refused(layers, get_parallel().tp_size)
         self.links = open_links(scheduler, ext, self.section)
+        slab, pool = ext.require_slab(self.name), scheduler.tp_worker.model_runner.token_to_kv_pool
+        self.changed_values = ChangedValues(
+            self.links.search, pool, slab.layout.layers, streams_of(slab.device, None)
+        )
         if ext.metrics is not None:
             from sgl_ext.engine.chunks.metrics import ChunksMetrics
 
@@ -222,7 +230,7 @@ class ChunksPower(Power[Chunks]):
         from sgl_ext.engine.chunks.parameters import selection_of
 
         if (selection := selection_of(req)) is not None and req.finished():
-            tell(req, {"power": self.name, "selected": self.links.select(req, selection)})
+            tell(req, {"power": self.name, "selected": self.changed_values.select(req, selection)})
 
     def forget(self, rid: str) -> None:
         self.links.forget(rid)
