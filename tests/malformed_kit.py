@@ -147,7 +147,8 @@ _VALUES: tuple[Any, ...] = (
     {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": 5}}},
     {"type": "structural_tag"}, {"ext_stored": 5}, {"ext_stored": {"id": "stx-x", "sparsity": 9}},
     {"ext_composition": {"chunks": []}}, {"ext_selection": 1}, {"ext_recorded": {"id": "stx-a"}},
-    {"ext_marked": True}, {"by": "paragraph", "tokens": 1}, {"by": "markdown", "tokens": 0},
+    {"ext_marked": True}, {"ext_automatic": {"ctx-a": 5}}, {"by": "paragraph", "tokens": 1},
+    {"by": "markdown", "tokens": 0},
     _Deep(250), _Deep(260, b'{"a":', b"}"), _Deep(900), _Deep(900, b'{"a":', b"}"), _Deep(3000),
 )  # fmt: skip
 
@@ -170,7 +171,9 @@ def _lethal() -> Iterator[Asked]:
         {"text": "a", "logprob_start_len": -5, "return_logprob": True},
         {"text": "a", "positional_embed_overrides": "a"}, {"text": "a", "session_params": {"a": 1}},
         {"text": "a", "token_indices_to_pool": [99]}, {"input_ids": [5], "priority": 1 << 70},
-        {"text": "a", "custom_labels": {"id": "x"}},
+        {"text": "a", "custom_labels": {"id": "x"}}, {"text": "a", "rid": "HEALTH_CHECK_a"},
+        {"text": "a", "positional_embed_overrides": [1, [0]]}, {"input_embeds": [[0.5, 0.5]]},
+        {"text": ["a", "b"], "positional_embed_overrides": [None, [[[0.5]], [0]]]},
         {"text": "Once upon a time",
          "sampling_params": {"max_new_tokens": 64, "temperature": 0, "ignore_eos": True,
                              "stop_regex": "([a-zA-Z,. ]+)+@"}},
@@ -181,6 +184,10 @@ def _lethal() -> Iterator[Asked]:
     for prompt in ("", [], [[]], [""], [49152], [-1], ["a", ""]):
         completion = {"model": "m", "prompt": prompt, "max_tokens": 2}
         yield Asked("POST", "/v1/completions", encoded(completion), _JSON)
+    for items, given in (([[7]], [[0.5, 0.5]]), ([[7, 7]], [[0.5, 0.5], [0.5]])):
+        score = {"query": [5], "items": items, "label_token_ids": [5], "model": "m"}
+        overrides = {"embed_override_token_id": 7, "item_embed_overrides": [given]}
+        yield Asked("POST", "/v1/score", encoded({**score, **overrides}), _JSON)
     for route, prompt in (
         ("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": _MESSAGES}),
     ):  # fmt: skip

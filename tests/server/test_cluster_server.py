@@ -521,6 +521,19 @@ def test_damaged_and_planted_contexts_fail_only_their_own_requests(
     assert generate(server, prompts[0]).ok
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_unknown_context_gets_404_on_openais_routes(server: Server, stream: bool) -> None:
+    params = {"custom_params": {"ext_stored": {"id": "stx-unknown"}}, "stream": stream}
+    for route, prompt in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        body = {"model": "m", **prompt, **params}
+        answer = requests.post(server.url + route, json=body, timeout=60)
+        assert answer.status_code == 404, answer.text
+        assert answer.json()["code"] == 404
+
+
 def test_malformed_requests_do_not_disturb_valid_requests(server: Server) -> None:
     assert bombard(server, "clusters")[400] > 0
 

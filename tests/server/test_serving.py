@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,55 @@ def test_server_info_shows_version_and_configuration(extension: Server) -> None:
         "head_dim": 64,
         "dtype": "bfloat16" if halves else "float32",
     }
+
+
+_ASKED: dict[str, dict[str, Any]] = {
+    "/generate": {"text": "a"},
+    "/v1/completions": {"model": "m", "prompt": "a"},
+    "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "a"}]},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", _ASKED)
+def test_parameters_of_a_disabled_section_get_404_on_every_route(
+    extension: Server, route: str, stream: bool
+) -> None:
+    params = {"custom_params": {"ext_stored": {"id": "stx-a"}}}
+    more = {"sampling_params": params} if route == "/generate" else params
+    body = {**_ASKED[route], **more, "stream": stream}
+    answer = requests.post(extension.url + route, json=body, timeout=60)
+    assert "requires the section clusters" in answer.text
+    # /generate sends the status of a stream before it reads the request.
+    assert answer.status_code == (200 if (route, stream) == ("/generate", True) else 404)
+
+
+def test_an_abort_spares_requests_whose_ids_begin_with_the_id(extension: Server) -> None:
+    body = {"text": "a", "sampling_params": {"max_new_tokens": 60, "ignore_eos": True}}
+    ended: dict[str, Any] = {}
+    lines: dict[str, Iterator[bytes]] = {}
+    for rid in ("job-1", "job-10"):
+        answer = requests.post(
+            f"{extension.url}/generate",
+            json={**body, "rid": rid, "stream": True},
+            timeout=60,
+            stream=True,
+        )
+        lines[rid] = answer.iter_lines()
+        next(lines[rid])
+    requests.post(f"{extension.url}/abort_request", json={"rid": "job-1"}, timeout=60)
+    for rid, each in lines.items():
+        *_, last = (line for line in each if line.startswith(b"data: {"))
+        ended[rid] = json.loads(last.removeprefix(b"data: "))["meta_info"]["finish_reason"]["type"]
+    assert ended == {"job-1": "abort", "job-10": "length"}
+
+
+def test_only_health_checks_have_their_ids(extension: Server) -> None:
+    body = {**_ASKED["/generate"], "rid": "HEALTH_CHECK_a"}
+    answer = requests.post(f"{extension.url}/generate", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert "is reserved for health checks" in answer.text
+    assert requests.get(f"{extension.url}/health_generate", timeout=60).ok
 
 
 def _greedy(server: Server, prompts: list[str]) -> list[dict[str, Any]]:

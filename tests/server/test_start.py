@@ -159,6 +159,12 @@ def test_unsupported_arguments_are_refused(launch: Launch, arguments: list[str],
     assert f"--enable-ext does not support {what}" in message
 
 
+def test_sglangs_server_in_rust_is_refused(launch: Launch) -> None:
+    message = refusal(launch("--enable-ext", environment={"SGLANG_RUST_SERVER": "1"}))
+    assert "does not support SGLang's server in Rust" in message
+    assert "unset SGLANG_RUST_SERVER" in message
+
+
 def test_start_that_exceeds_start_deadline_is_ended(launch: Launch) -> None:
     result = launch("--enable-ext", "--ext-config", '{"start_deadline": "100ms"}')
     assert "not loaded within start_deadline=0.1s" in refusal(result)

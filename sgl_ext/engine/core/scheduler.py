@@ -12,6 +12,7 @@ from sgl_ext.engine.workarounds import (
     empty_outputs,
     logprobs,
     penalties,
+    rids,
     stop_patterns,
     validation,
 )
@@ -31,6 +32,7 @@ HOOKS = (
     *graphs.HOOKS,
     *logprobs.HOOKS,
     *penalties.HOOKS,
+    *rids.HOOKS,
     *stop_patterns.HOOKS,
     *(hook for kind in ORDER for hook in kind.hooks),
 )

@@ -18,17 +18,6 @@ from sgl_ext.engine.workarounds import validation
 from sgl_ext.errors import ExtError
 
 
-class RefusedError(ValueError):
-    """Form of an ``ExtError`` that SGLang's routes answer with the error's HTTP status.
-
-    They answer a ``ValueError`` with its ``status_code``, and other errors with 500.
-    """
-
-    def __init__(self, error: ExtError) -> None:
-        super().__init__(str(error))
-        self.status_code = error.status
-
-
 def _serve(
     server_args: ServerArgs,
     manager: TokenizerManager,
@@ -71,18 +60,19 @@ async def _generate(
     **kw: object,
 ) -> AsyncIterator[Answer]:
     watches = []
+    # SGLang's gRPC bridge has no HTTP request and passes an object of its own.
+    http = args[0] if args else kw.get("request")
+    validation.check_count(manager, request, http)  # fronts replace short marks by long texts
     for front in reversed(fronts_of(manager)):
         try:
             watch = front.accept(request)
         except ExtError as error:
             with suppress(ValueError):
                 request.normalize_batch_and_arguments()  # SGLang needs its results to end streams
-            raise RefusedError(error) from None
+            raise errors.RefusedError(error) from None
         if watch is not None:
             watches.append(watch)
     validation.check_shape(manager, request)
-    # SGLang's gRPC bridge has no HTTP request and passes an object of its own.
-    http = args[0] if args else kw.get("request")
     async for answer in original(manager, request, *args, **kw):
         for watch in watches:
             watch(answer)

@@ -42,6 +42,18 @@ class SectionOffError(ExtError):
     status = 404
 
 
+class RefusedError(ValueError):
+    """Form of an ``ExtError`` that SGLang's routes answer with the error's HTTP status.
+
+    They answer a ``ValueError`` with its ``status_code`` or, if they are OpenAI's, with 400, and
+    other errors with 500.
+    """
+
+    def __init__(self, error: ExtError) -> None:
+        super().__init__(str(error))
+        self.status_code = error.status
+
+
 async def refusal(_request: Request, error: Exception) -> JSONResponse:
     """Returns the answer to a request that failed with ``error``."""
     code = error.status if isinstance(error, ExtError) else 400
@@ -100,7 +112,10 @@ def _one_line(record: logging.LogRecord) -> bool:
 
 def _openai(original: Original, serving: object, message: str, *args: object, **kw: Any) -> object:
     error = sys.exc_info()[1]
-    if (
+    if isinstance(error, RefusedError):
+        if error.status_code != HTTPStatus.BAD_REQUEST:
+            kw.update(err_type=str(error.status_code), status_code=error.status_code)
+    elif (
         isinstance(error, _CLIENTS)
         and kw.get("status_code", 400) >= HTTPStatus.INTERNAL_SERVER_ERROR
     ):

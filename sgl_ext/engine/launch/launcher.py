@@ -28,7 +28,7 @@ from sgl_ext.engine.core.sglang_types import ServerArgs
 from sgl_ext.engine.core.unserved import Unserved, require_served
 from sgl_ext.engine.front import dispatch, errors
 from sgl_ext.engine.launch import run_directory
-from sgl_ext.engine.workarounds import validation
+from sgl_ext.engine.workarounds import embeddings, validation
 from sgl_ext.errors import ExtError
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,13 @@ _UNVERIFIABLE: Unserved = (
 def require_verifiable(server_args: ServerArgs) -> None:
     """Raises ActivationError if the resolved arguments select an unverified launch path."""
     from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.environ import envs
 
+    if envs.SGLANG_RUST_SERVER.get():
+        raise hooks.ActivationError(
+            "--enable-ext does not support SGLang's server in Rust, which runs without the "
+            "extension's front end; unset SGLANG_RUST_SERVER, or start without --enable-ext"
+        )
     require_served(resolving_view(server_args), "--enable-ext", _UNVERIFIABLE)
 
 
@@ -256,6 +262,7 @@ HOOKS = (
     *dispatch.LAUNCHER_HOOKS,
     *errors.LAUNCHER_HOOKS,
     *validation.LAUNCHER_HOOKS,
+    *embeddings.LAUNCHER_HOOKS,
     *(hook for kind in ORDER for hook in kind.launcher_hooks),
 )
 

@@ -11,7 +11,7 @@ from sgl_ext.engine.core.runtime import ExtRuntime
 from sgl_ext.engine.core.sglang_types import PrefillAdder, Req
 from sgl_ext.engine.kv import ownership
 from sgl_ext.engine.step import budget
-from sgl_ext.engine.workarounds import beams, penalties
+from sgl_ext.engine.workarounds import beams, embeddings, penalties
 
 
 def _admit(original: Original, adder: PrefillAdder, req: Req, *args: object, **kw: Any) -> object:
@@ -96,7 +96,7 @@ def _decided(ext: ExtRuntime, adder: PrefillAdder, req: Req) -> object | None:
     for power in ext.inside_out:
         if (result := power.resume(adder, req)) is not None:
             return result
-    if not has_row(ext, adder, req) or penalties.apart(adder, req):
+    if not has_row(ext, adder, req) or penalties.apart(adder, req) or embeddings.apart(adder, req):
         return AddReqResult.OTHER
     return None
 

@@ -8,6 +8,9 @@
 ``checks``, ``validation`` Requests with prompts without tokens, token ids beyond the vocabulary,
                            values of wrong types or numbers that overflow end the scheduler or
                            answer 500. Remove a check when SGLang answers 400.
+``embeddings``             ``input_embeds`` and embed overrides of other widths, types or models,
+                           and batches of tokens and of embeddings, end the scheduler. Remove when
+                           SGLang checks and separates them.
 ``empty_outputs``          Requests that were retracted while a forward of theirs ran send an
                            output without tokens, which counts as their first token. Remove when
                            ``stream_output`` skips them, as the processing of results does.
@@ -15,10 +18,12 @@
                            next request. Remove when ``process_batch_result_prefill`` skips them.
 ``penalties``              A request that is computed again gets penalizers that have counted
                            nothing. Remove when SGLang feeds them the tokens generated before.
+``rids``                   An abort ends all requests whose ids begin with the id, and clients may
+                           give ids of health checks. Remove when SGLang compares whole ids.
 ``secrets``                API keys are printed in the log of the arguments and reported by
                            ``/server_info``. Remove when ``resolved_dict`` masks them.
 ``stop_patterns``          ``stop_regex`` is matched without a time limit in the scheduler. Remove
-                           when SGLang bounds it.
+                           when SGLang bounds it, also in pipeline stages.
 ========================== ====================================================================
 
 Workarounds in modules of :mod:`sgl_ext.engine` that also serve the extension itself:

@@ -19,7 +19,7 @@ import torch
 
 from sgl_ext.engine.core import hooks, runtime
 from sgl_ext.engine.core.hooks import Original
-from sgl_ext.engine.core.sglang_types import Req
+from sgl_ext.engine.core.sglang_types import Req, SamplingParams, ServerArgs
 
 
 class Allowance:
@@ -79,14 +79,24 @@ def _time_limit(seconds: float) -> Iterator[None]:
             signal.signal(signal.SIGALRM, before)
 
 
+def require_served(params: SamplingParams, server_args: ServerArgs) -> None:
+    """Raises ValueError if a request has patterns that pipeline stages would have to match.
+
+    Each stage matches by itself, and stages do not run the same step together, so that they could
+    not end a request that is late on one of them.
+    """
+    if params.stop_regex_strs and server_args.pp_size > 1:
+        raise ValueError(
+            "stop_regex is not served with --pp-size above 1, because the time of its matches "
+            "cannot be limited there; use stop strings"
+        )
+
+
 def _check(original: Original, req: Req, *args: object, **kw: object) -> bool:
     patterns = req.sampling_params.stop_regex_strs
     if runtime.current is None or not patterns:
         return original(req, *args, **kw)
-    from sglang.srt.runtime_context import get_parallel
-
-    # Pipeline stages do not run the same step together; other threads receive no signals.
-    if get_parallel().pp_size > 1 or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():  # it receives no signals
         return original(req, *args, **kw)
     ended = late = False
     began = time.thread_time()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 
 from sgl_ext.engine.core import hooks, runtime
@@ -17,6 +19,7 @@ from sgl_ext.engine.core.sglang_types import (
     TokenizedReqInput,
     TokenizerManager,
 )
+from sgl_ext.engine.workarounds import embeddings, rids, stop_patterns
 from sgl_ext.engine.workarounds.checks import (
     NO_TOKENS,
     check_labels,
@@ -31,6 +34,21 @@ from sgl_ext.engine.workarounds.checks import (
 logger = logging.getLogger(__name__)
 
 
+def check_count(manager: TokenizerManager, request: GenerateReqInput, http: object = None) -> None:
+    """Checks the ids and the number of answers of a request before its prompts are rewritten.
+
+    Args:
+        http: request of SGLang's HTTP server, or None.
+
+    Raises:
+        ValueError: there are too many, an id is reserved, or the request cannot be read.
+    """
+    if carried_by(manager.server_args) is not None:
+        with _never_sent(request), malformed_is_refused("the request"):
+            check_size(request.sampling_params, prompts_of(request))
+            rids.check(request, http)
+
+
 def check_shape(manager: TokenizerManager, request: GenerateReqInput) -> None:
     """Checks a request before SGLang expands it into its prompts and answers.
 
@@ -38,8 +56,7 @@ def check_shape(manager: TokenizerManager, request: GenerateReqInput) -> None:
         ValueError: the request cannot be served or read.
     """
     if carried_by(manager.server_args) is not None:
-        try:
-            check_size(request.sampling_params, prompts_of(request))
+        with _never_sent(request):
             if (args := manager.server_args).enable_metrics:
                 check_labels(
                     getattr(request, "custom_labels", None),
@@ -47,9 +64,16 @@ def check_shape(manager: TokenizerManager, request: GenerateReqInput) -> None:
                 )
             with malformed_is_refused("the request"):
                 copy.copy(request).normalize_batch_and_arguments()
-        except ValueError:
-            request.is_single, request.rid = False, []  # nothing for SGLang to abort
-            raise
+
+
+@contextmanager
+def _never_sent(request: GenerateReqInput) -> Iterator[None]:
+    """Leaves a request that is refused with nothing for SGLang to abort."""
+    try:
+        yield
+    except ValueError:
+        request.is_single, request.rid = False, []
+        raise
 
 
 def _validate(
@@ -69,9 +93,14 @@ def _tokenized(
     """Checks the values of a tokenized request before it is sent to the scheduler."""
     if carried_by(manager.server_args) is None:
         return original(manager, request, *args)
+    model = manager.model_config
     with malformed_is_refused("the request"):
+        overrides = getattr(request, "embed_overrides", None)  # SGLang makes one tensor of them
+        embeddings.check_widths("embed_overrides", overrides, model.hidden_size)
         made = original(manager, request, *args)
-        check_request(made, manager.model_config.vocab_size, manager.context_len)
+        check_request(made, model.vocab_size, manager.context_len)
+        embeddings.check(made, model)
+        stop_patterns.require_served(made.sampling_params, manager.server_args)
     return made
 
 
@@ -90,6 +119,7 @@ def _handle(
     if runtime.current is None:
         return original(scheduler, request, **kw)
     try:
+        embeddings.require_served(scheduler, request)
         original(scheduler, request, **kw)
     except Exception as error:
         logger.exception("request %r is refused", request.rid)
@@ -134,6 +164,12 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS = (
     hooks.Hook(
         f"{_SCHEDULER}.handle_generate_request",
+        "around",
+        _handle,
+        "SGLang's scheduler terminates on a request that it cannot accept",
+    ),
+    hooks.Hook(
+        f"{_SCHEDULER}.handle_embedding_request",
         "around",
         _handle,
         "SGLang's scheduler terminates on a request that it cannot accept",

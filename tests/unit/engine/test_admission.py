@@ -107,7 +107,7 @@ def request() -> Any:
     return SimpleNamespace(
         rid="r", customized_info=None, last_node=0, output_ids=[], session=None, beam_group=None,
         prefix_len=16, extend_end=16, full_untruncated_fill_ids=[0] * 16,
-        to_finish=None, return_logprob=False,
+        to_finish=None, return_logprob=False, input_embeds=None,
         sampling_params=SimpleNamespace(custom_params=None),
         kv=SimpleNamespace(cache_protected_len=16, holds_kv=True), cached_tokens=16,
         time_stats=SimpleNamespace(trace_ctx=SimpleNamespace(tracing_enable=False)),
@@ -323,6 +323,13 @@ def swap(ext: Any, copies: DelayedEngine) -> Iterator[SwapPower]:
     yield power
     copies.let_happen(len(copies.pending))
     stack.close()
+
+
+def test_a_batch_of_tokens_admits_no_request_of_embeddings(ext: Any, adder: Any) -> None:
+    adder.can_run_list = [request()]
+    assert admission._admit(admits, adder, request()) is AddReqResult.CONTINUE
+    (req := request()).input_embeds = [[0.5]]
+    assert admission._admit(refuses, adder, req) is AddReqResult.OTHER
 
 
 def test_linked_chunks_are_reported_once(ext: Any, adder: Any) -> None:

@@ -12,7 +12,14 @@ from fastapi.responses import JSONResponse
 from fastapi.testclient import TestClient
 from pydantic import BaseModel
 
-from sgl_ext.engine.front.errors import _anthropic, _openai, install
+from sgl_ext.engine.front.errors import (
+    RefusedError,
+    SectionOffError,
+    _anthropic,
+    _openai,
+    install,
+)
+from sgl_ext.errors import ExtError
 
 
 class Body(BaseModel):
@@ -116,6 +123,23 @@ def test_client_errors_that_sglang_catches_get_400(error: Exception, code: int) 
     told.clear()
     _openai(respond, None, "overloaded", status_code=503)
     assert told == [{"message": "overloaded", "status_code": 503}]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(SectionOffError("off"), {"err_type": "404", "status_code": 404}), (ExtError("no"), {})],
+)
+def test_the_status_of_a_refusal_reaches_clients_of_openais_routes(
+    error: ExtError, told: dict[str, Any]
+) -> None:
+    def respond(_serving: object, message: str, **kw: Any) -> dict[str, Any]:
+        return {"message": message, **kw}
+
+    try:
+        raise RefusedError(error)
+    except ValueError as refused:  # as SGLang's routes catch it
+        answer = _openai(respond, None, str(refused))
+    assert answer == {"message": str(error), **told}
 
 
 def test_a_client_error_is_logged_with_its_place_and_no_traceback(

@@ -158,6 +158,7 @@ def test_a_request_is_refused_before_it_is_expanded(fields: dict[str, Any], mess
     )
     request = GenerateReqInput(**fields)
     with pytest.raises(ValueError, match=message):
+        validation.check_count(manager, request)
         validation.check_shape(manager, request)
     # With these values SGLang has nothing to abort.
     assert (request.is_single, request.rid) == (False, [])

@@ -15,7 +15,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_ext.engine.core import runtime
 from sgl_ext.engine.workarounds import stop_patterns
-from sgl_ext.engine.workarounds.stop_patterns import Allowance, _check
+from sgl_ext.engine.workarounds.stop_patterns import Allowance, _check, require_served
 
 
 class Letters:
@@ -92,6 +92,17 @@ def test_all_ranks_abort_a_request_if_one_rank_is_late(
     assert finished(request)
     assert isinstance(request.finished_reason, FINISH_ABORT) is late
     assert (request.finished_len is None) is late
+
+
+def test_patterns_are_refused_with_pipeline_stages() -> None:
+    with_pattern = answered("a", "a+").sampling_params
+    stages = SimpleNamespace(pp_size=2)
+    require_served(with_pattern, SimpleNamespace(pp_size=1))
+    plain = SamplingParams(stop="a")
+    plain.normalize(Letters())
+    require_served(plain, stages)
+    with pytest.raises(ValueError, match=r"--pp-size above 1, .*; use stop strings"):
+        require_served(with_pattern, stages)
 
 
 def test_the_allowance_is_shared_and_refills_with_time() -> None:
