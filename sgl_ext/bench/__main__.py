@@ -91,9 +91,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _estimate(bench: ModuleType, options: argparse.Namespace) -> str:
     """Returns a line that estimates how long the benchmark takes."""
-    if own := getattr(bench, "minutes", None):
-        if (minutes := own(options)) is None:
-            return f"bench {options.name}: its duration depends on its options"
+    if getattr(options, "dataset", ""):
+        return f"bench {options.name}: as long as the data set takes on each server"
+    if (own := getattr(bench, "minutes", None)) and (minutes := own(options)):
         return f"bench {options.name}: about {minutes:.0f} minutes"
     if options.quick:
         minutes = _QUICK_MINUTES.get(options.name, 3)

@@ -82,7 +82,11 @@ class KeptContexts:
         Raises:
             ExtError: the database is damaged.
         """
-        for context in self._contexts(own=True):
+        for content in self._contents(own=True):
+            try:
+                context = msgspec.msgpack.decode(content, type=Context)
+            except msgspec.MsgspecError as error:
+                raise self._damaged(error) from None
             yield context, None if context.expires is None else context.expires - self._wall()
 
     def others(self) -> int:
@@ -95,7 +99,12 @@ class KeptContexts:
         """
         left, now = 0, self._wall()
         expired = []
-        for context in self._contexts(own=False):
+        for content in self._contents(own=False):
+            try:
+                context = msgspec.msgpack.decode(content, type=Context)
+            except msgspec.MsgspecError:  # for the server of that model to report
+                left += 1
+                continue
             if context.expires is not None and context.expires <= now:
                 expired.append(context.id)
             else:
@@ -105,19 +114,22 @@ class KeptContexts:
         self.commit()
         return left
 
-    def _contexts(self, *, own: bool) -> Iterator[Context]:
-        """Yields the contexts of the model, or of other models; see :meth:`all`."""
+    def _contents(self, *, own: bool) -> Iterator[bytes]:
+        """Yields the encoded contexts of the model, or of other models; see :meth:`all`."""
         try:
             found = self._db.execute(
                 "SELECT content FROM contexts WHERE (model = ?) = ? ORDER BY place",
                 (self._model, own),
             )
             for (content,) in found:
-                yield msgspec.msgpack.decode(content, type=Context)
-        except (sqlite3.Error, msgspec.MsgspecError) as error:
-            raise ExtError(
-                f"{self._path} is damaged: {error}; remove the file, and create the contexts again"
-            ) from None
+                yield content
+        except sqlite3.Error as error:
+            raise self._damaged(error) from None
+
+    def _damaged(self, error: Exception) -> ExtError:
+        return ExtError(
+            f"{self._path} is damaged: {error}; remove the file, and create the contexts again"
+        )
 
     def add(self, context: Context, ttl: float | None) -> None:
         """Adds a context.

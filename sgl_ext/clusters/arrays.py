@@ -7,6 +7,7 @@ reads. A digest is not a signature, so shapes and ranges of the data are checked
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,8 @@ from sgl_ext.errors import ExtError, reason_of
 from sgl_ext.own_files import open_own
 
 VERSION = 5
+_PLANTED = {errno.EPERM, errno.ELOOP}
+"""Errors of :func:`~sgl_ext.own_files.open_own` for links, devices and files of other users."""
 _LARGEST_HEADER = 1 << 20
 _READ = 1 << 30
 """Largest size of one read, in bytes."""
@@ -178,10 +181,16 @@ def _opened(path: Path) -> Iterator[int]:
             f"{path.name} is not a context file of sgl_ext: {reason_of(error)}; store the context "
             "again"
         ) from None
-    except (OSError, MemoryError) as error:
-        reason = reason_of(error) or "there is too little memory"
+    except MemoryError:
         raise UnreadableError(
-            f"{path.name} cannot be read: {reason}; check the device, and try again"
+            f"{path.name} cannot be read: there is too little memory; free some, and try again"
+        ) from None
+    except OSError as error:
+        if error.errno in _PLANTED:
+            raise DamagedError(f"{path.name} is no file of sgl_ext: {reason_of(error)}") from None
+        raise UnreadableError(
+            f"{path.name} cannot be read: {reason_of(error)}; check the device, and try again, or "
+            "remove the files of this name there"
         ) from None
 
 

@@ -34,7 +34,7 @@ class Slots:
         self.evictions = 0
         self._free: list[int] = []
         self._unbacked: list[int] = []  # free, but the file system had no blocks for them
-        self._doubtful: list[int] = []  # free, but a batch that wrote to them has failed
+        self._doubtful: list[int] = []  # free, but could not be written
         self._full_until = float("-inf")
 
     def restore(self, pages: Iterable[tuple[Key, int]], grown: int) -> None:
@@ -100,7 +100,7 @@ class Slots:
         self._free += slots
 
     def release_doubtful(self, slots: Sequence[int]) -> None:
-        """Frees slots of a batch that could not be written, of which one may be damaged.
+        """Frees slots that could not be written.
 
         They are used last: a damaged slot would fail every batch that it is part of.
         """

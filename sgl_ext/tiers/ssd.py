@@ -328,12 +328,12 @@ class SsdTier:
         if reason is not None or batch.volume.dead:
             self._failures[label(reason)] += len(batch.rows)
             taken = batch.slots.tolist()
-            if not isinstance(reason, OSError):
-                slots.release(taken)
-            elif reason.errno in FULL:
+            if isinstance(reason, OSError) and reason.errno in FULL:
                 batch.volume.ran_full(taken)
-            else:
+            elif isinstance(reason, OSError) and len(taken) == 1:  # it was divided up to the slot
                 slots.release_doubtful(taken)
+            else:
+                slots.release(taken)
             return False
         indexes = [volume.slots.index for volume in self._usable()]
         for row, slot in zip(batch.rows[::-1].tolist(), batch.slots[::-1].tolist(), strict=True):

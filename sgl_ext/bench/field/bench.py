@@ -95,10 +95,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def minutes(options: argparse.Namespace) -> float | None:
-    """Returns the estimated minutes of a run on two cores; None if they are not known."""
-    if options.dataset:
-        return None
+def minutes(options: argparse.Namespace) -> float:
+    """Returns the estimated minutes of a run on two cores, without a data set of one's own."""
     parts = options.part or PARTS
     started = len(_systems(_QUICK if options.quick else _WHOLE, parts)) + (_RULER in parts)
     own = sum(_MINUTES[part].quick if options.quick else _MINUTES[part].whole for part in parts)

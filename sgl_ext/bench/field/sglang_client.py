@@ -16,6 +16,9 @@ from sglang.benchmark import serving
 
 from sgl_ext.bench.harness.load_generator import RequestError
 
+_LINES = 8
+"""Last lines of the benchmark's output that an error has."""
+
 
 @dataclass(frozen=True)
 class Served:
@@ -74,6 +77,7 @@ def benchmark(url: str, model: Path, log: Path, arguments: Sequence[str]) -> Ser
     """
     record = log.with_suffix(".jsonl")
     record.unlink(missing_ok=True)
+    began = len(log.read_text()) if log.exists() else 0
     command = [
         serving.__name__, "--backend", "sglang", "--base-url", url, "--model", str(model),
         "--tokenizer", str(model), "--cache-report", "--disable-tqdm", "--warmup-requests", "0",
@@ -90,8 +94,10 @@ def benchmark(url: str, model: Path, log: Path, arguments: Sequence[str]) -> Ser
         # whatever a file of another format makes it raise.
         except (Exception, SystemExit) as error:
             traceback.print_exc(file=sink)
+            sink.flush()
+            last = "\n".join(log.read_text()[began:].splitlines()[-_LINES:])
             raise RequestError(
-                f"SGLang's benchmark failed against {url}: {error!r}; read {log}"
+                f"SGLang's benchmark failed against {url}; its output {log} ends with:\n{last}"
             ) from error
     if not found.ttft:
         raise RequestError(

@@ -85,6 +85,7 @@ def report_shared_prefix(
         throughput[name] = statistics.median(each.tokens_per_s for each in runs)
         report.runs.append(
             {"what": "shared-prefix", "system": name, "runs": sizes.runs, "samples": len(ttft)}
+            | {"refused": sum(each.refused for each in runs)}
             | summary(ttft, "ttft_ms", 1e3)
             | {
                 "cached_share": sum(each.cached for each in runs)

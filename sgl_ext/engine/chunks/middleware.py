@@ -171,7 +171,7 @@ def _stays_plain(request: Mapping[str, Any]) -> bool:
     return (
         not isinstance(custom, dict)
         or not isinstance(request.get("cache_salt"), str | None)
-        or bool(request.get("input_ids") or request.get("echo"))
+        or any(request.get(each) for each in ("input_ids", "echo", "continue_final_message"))
         or any(each.get(STORED) is not None for each in places)
     )
 

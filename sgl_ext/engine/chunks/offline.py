@@ -78,7 +78,7 @@ class EngineContexts:
         """Returns the prompt for ``engine.generate`` of these texts and contexts, in this order."""
         return "".join(part if isinstance(part, str) else mark(part.id) for part in parts)
 
-    def distributions(
+    def _distributions(
         self, prompt: str | Sequence[int], last: int, begin: int
     ) -> Sequence[Distribution]:
         """Returns the next-token distributions of the last tokens of a prompt.
@@ -113,6 +113,6 @@ def contexts_of(engine: Any, cache_salt: str | None = None) -> EngineContexts:
         add_front(manager, service)
     if service.fidelity is None:
         own = EngineContexts(engine, service, fidelity.SALT)
-        service.fidelity = fidelity.Probe(service.encode, own, own.distributions).measure()
+        service.fidelity = fidelity.Probe(service.encode, own, own._distributions).measure()
     fidelity.require(service.fidelity, config.chunks.method, config.chunks.largest_divergence)
     return EngineContexts(engine, service, cache_salt)

@@ -23,7 +23,8 @@ _AT_ONCE = 4
 _ATTEMPTS = 3
 _BUSY_S = 60.0
 """Seconds for which a request of which the server's queue is full is sent again."""
-_PAUSE_S = 0.05
+_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+"""First and longest pause before it is sent again."""
 
 
 class ChunkPreparation:
@@ -187,7 +188,7 @@ class ChunkPreparation:
         """
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        give_up = time.monotonic() + _BUSY_S
+        give_up, pause = time.monotonic() + _BUSY_S, _PAUSE_S
         while True:
             request = GenerateReqInput(
                 input_ids=list(tokens),
@@ -200,7 +201,8 @@ class ChunkPreparation:
             except OverloadedError:
                 if time.monotonic() >= give_up:
                     raise
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 def priming(tokens: Sequence[int], passages: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:

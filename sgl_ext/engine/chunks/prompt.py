@@ -97,7 +97,7 @@ class PromptLinking:
             return self._link_all(request, chat=tokenized)
         except ExtError:
             if tokenized:
-                text = self._text_of(request.input_ids)
+                text = self._decode(request.input_ids)
                 if (plain := unmarked(text, automatic)) != text:
                     request.input_ids = self._encode(plain, False)
             elif isinstance(request.text, str):

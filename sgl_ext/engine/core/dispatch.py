@@ -65,9 +65,12 @@ def _ready(original: Original, scheduler: Scheduler) -> object:
 def _stream_of_forwards(scheduler: Scheduler) -> Any:
     if served.device_type(scheduler.tp_worker.model_runner.device) != "cuda":
         return None
-    # Without overlap scheduling, forwards run on the stream of the scheduler, which is not the
-    # current one until its event loop begins.
-    return scheduler.forward_stream if scheduler.enable_overlap else scheduler.schedule_stream
+    from sglang.srt.runtime_context import get_parallel
+
+    # Else forwards run on the stream of the scheduler, which is not the current one until its event
+    # loop begins.
+    own = scheduler.enable_overlap or get_parallel().pp_size > 1
+    return scheduler.forward_stream if own else scheduler.schedule_stream
 
 
 def _queue(

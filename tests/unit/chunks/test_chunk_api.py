@@ -824,8 +824,10 @@ def test_contexts_that_are_not_named_are_put_back_as_text_where_they_cannot_be_l
         manager, "tokenizer", SimpleNamespace(**vars(manager.tokenizer)), raising=False
     )
     manager.tokenizer.encode = lambda text, add_special_tokens: [*map(ord, text), 0]  # noqa: ARG005
-    assert service.link(request) == []
-    assert request.input_ids == [*b"<chunk>", 0]
+    with pytest.raises(ExtError, match="whose tokens decode to its text"):
+        service.link(request)
+    body = {"messages": [{"role": "user", "content": parts}], "continue_final_message": True}
+    assert client.post("/v1/chat/completions", json=body).json()["messages"] == body["messages"]
 
 
 def test_a_context_that_is_named_is_not_put_back(

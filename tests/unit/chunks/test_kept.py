@@ -139,6 +139,13 @@ def test_contexts_of_another_model_are_kept_but_not_seen(tmp_path: Path) -> None
     time.now += 11
     assert other.others() == 1
     other.close()
+    (file,) = tmp_path.glob("*.sqlite")
+    with sqlite3.connect(file) as database:
+        database.execute("INSERT INTO contexts (id, model, content) VALUES ('x', 'third', X'78')")
+    database.close()
+    other = KeptContexts(tmp_path, "another model", time.wall)
+    assert other.others() == 2  # one that cannot be decoded
+    other.close()
     time.now -= 11
     contexts, kept = opened(tmp_path, time)
     assert contexts.get(made.id) == made

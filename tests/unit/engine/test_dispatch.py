@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt import runtime_context
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
 
@@ -333,12 +334,16 @@ def test_prompts_are_counted_before_fronts_rewrite_them(
 
 
 @pytest.mark.parametrize(
-    ("device", "overlap", "stream"),
-    [("cuda", True, "forward"), ("cuda", False, "schedule"), ("cpu", True, None)],
-)
+    ("device", "overlap", "stages", "stream"),
+    [
+        ("cuda", True, 1, "forward"), ("cuda", False, 1, "schedule"),
+        ("cuda", False, 2, "forward"), ("cpu", True, 1, None),
+    ],
+)  # fmt: skip
 def test_forwards_are_timed_on_the_stream_that_they_run_on(
-    device: str, overlap: bool, stream: str | None
+    device: str, overlap: bool, stages: int, stream: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(pp_size=stages))
     scheduler: Any = SimpleNamespace(
         enable_overlap=overlap, forward_stream="forward", schedule_stream="schedule",
         tp_worker=SimpleNamespace(model_runner=SimpleNamespace(device=device)),
