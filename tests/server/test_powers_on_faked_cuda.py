@@ -140,5 +140,5 @@ def test_only_selections_of_linked_tokens_wait_for_the_device(pair: Pair) -> Non
         assert report == entry(expected, "chunks")
         assert report["linked"] > 0
         assert report["missing"] == 0
-    selections = {"ChunkLinks.select", "blending.<locals>.run", "with_selected"}
+    selections = {"ChangedValues.select", "blending.<locals>.run", "with_selected"}
     assert waits(pair.cuda, since, "sgl_ext/engine/chunks/") == selections
