@@ -35,6 +35,7 @@ from sgl_ext.config import Clusters, ExtConfig
 from sgl_ext.engine.clusters import creation as stored_creation
 from sgl_ext.engine.clusters import limits
 from sgl_ext.engine.clusters.api import install
+from sgl_ext.engine.clusters.attended import Attended
 from sgl_ext.engine.clusters.attention import StoredAttention
 from sgl_ext.engine.clusters.contexts import StoredContexts
 from sgl_ext.engine.clusters.creation import BusyError
@@ -836,7 +837,9 @@ def _req(rid: str) -> Any:
     return SimpleNamespace(rid=rid, origin_input_ids=[1], sampling_params=params)
 
 
-def test_requests_that_wait_for_their_context_are_not_restored(directories: list[Path]) -> None:
+def test_requests_that_wait_for_their_context_are_not_restored(
+    directories: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = Clusters(directories=tuple(directories), open=1)
     contexts = StoredContexts(config, GEOMETRY, 1000, TransferEngine(), ROPE)
     power = _power(contexts)
@@ -848,7 +851,15 @@ def test_requests_that_wait_for_their_context_are_not_restored(directories: list
     ]  # fmt: skip
     assert contexts.opened("a")
     contexts.keep(["b"])
+    opened, opens = contexts._open._opened, threading.Event()
+
+    def late(id_: str) -> Attended:
+        opens.wait(60)
+        return opened(id_)
+
+    monkeypatch.setattr(contexts._open, "_opened", late)
     assert not contexts.opened("b")  # closes the other context
+    opens.set()
     until(lambda: not power.owns(_req("b")))
 
 
