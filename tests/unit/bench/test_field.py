@@ -288,9 +288,7 @@ def test_a_refused_request_is_an_error(
     monkeypatch.setenv("HOME", str(tmp_path))
     sizes = MultiturnSizes(clients=2, rounds=2, length=1, answer=2, parallel=2, runs=1)
     with stub(refuse=True) as (url, _):
-        with pytest.raises(
-            RequestError, match=r"benchmark failed against http.*; its output .*"
-        ):
+        with pytest.raises(RequestError, match=r"benchmark failed against http.*; its output .*"):
             benchmark(url, model, tmp_path / "log", _SHARED)
         with pytest.raises(RequestError, match="Bad Request: no"):
             asyncio.run(replay(url, ["a"] * 4, sizes, 1000.0, 0))
