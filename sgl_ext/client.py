@@ -190,10 +190,9 @@ def sent(
             "that the server's is signed with, or use http:// if it has none"
         ) from None
     except requests.RequestException as error:
+        plain = ", and not with https" if url.startswith("http:") else ""
         raise ExtError(
-            f"no answer from {url}: {error}; is a server running there, and not with https?"
-            if url.startswith("http:")
-            else f"no answer from {url}: {error}; is a server running there?"
+            f"no answer from {url}: {error}; is a server running there{plain}?"
         ) from None
 
 

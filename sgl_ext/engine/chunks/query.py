@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sgl_ext.engine.chunks.blend import Candidates
+from sgl_ext.engine.core.attention_backends import attention_layers
 from sgl_ext.engine.kv.indices import Download, upload
 from sgl_ext.engine.step import rows
 from sgl_ext.engine.step.rows import Row
@@ -108,8 +109,6 @@ class _Attention:
 @contextmanager
 def _observed(planned: PlannedForward, asking: Sequence[_Attention]) -> Iterator[None]:
     """Has every layer's attention observed after it has stored its keys."""
-    from sglang.srt.layers.radix_attention import RadixAttention
-
     runner = planned.runner
     pool = runner.token_to_kv_pool
 
@@ -118,11 +117,7 @@ def _observed(planned: PlannedForward, asking: Sequence[_Attention]) -> Iterator
         for each in asking:
             each.add(layer, arguments[0], keys)
 
-    hooked = [
-        module.register_forward_hook(observe)
-        for module in runner.model.modules()
-        if isinstance(module, RadixAttention)
-    ]
+    hooked = [each.register_forward_hook(observe) for each in attention_layers(runner.model)]
     try:
         yield
     finally:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.radix_attention import AttentionType
 
 from sgl_ext.clusters.geometry import Geometry
-from sgl_ext.engine.core.attention_backends import require_own
+from sgl_ext.engine.core.attention_backends import attention_layers, require_own
 from sgl_ext.engine.core.sglang_types import Scheduler
 from sgl_ext.errors import ExtError
 from sgl_ext.memory.slab import Layout
@@ -23,7 +23,7 @@ def geometry_of(scheduler: Scheduler, layout: Layout, *, on_device: bool = False
         ExtError: clusters do not support the model, or the attention backend.
     """
     model = scheduler.tp_worker.model_runner.model
-    layers = [each for each in model.modules() if isinstance(each, RadixAttention)]
+    layers = attention_layers(model)
     shapes = {
         (each.tp_q_head_num, each.tp_k_head_num, each.head_dim, float(each.scaling))
         for each in layers

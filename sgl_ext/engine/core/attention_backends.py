@@ -147,3 +147,10 @@ def require_kernels(
             f"{layout.head_dim} here; run sgl-ext doctor to see what is compiled, or remove "
             f"{power}"
         )
+
+
+def attention_layers(model: torch.nn.Module) -> list[Any]:
+    """Returns SGLang's ``RadixAttention`` modules of a model."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return [each for each in model.modules() if isinstance(each, RadixAttention)]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sglang.srt.layers.radix_attention import AttentionType
-from sglang.srt.layers.radix_attention import RadixAttention as AttentionLayer
 
+from sgl_ext.engine.core.attention_backends import attention_layers
 from sgl_ext.engine.core.sglang_types import ModelRunner, RadixAttention
 
 
@@ -12,9 +12,9 @@ def unserved(runner: ModelRunner) -> str | None:
     """Returns what the attention of a model requires and the CPU backend lacks; None if nothing."""
     if getattr(runner.model_config, "has_attention_sinks", False):
         return "attention sinks"
-    layers = [each for each in runner.model.modules() if isinstance(each, AttentionLayer)]
     # SGLang has set this only for models whose layers attend within chunks.
     chunked = getattr(runner.model_config, "attention_chunk_size", None) is not None
+    layers = attention_layers(runner.model)
     return next((why for each in layers if (why := _lacks(each, chunked=chunked))), None)
 
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from sgl_ext.engine.core import served
-from sgl_ext.engine.core.attention_backends import configured
+from sgl_ext.engine.core.attention_backends import attention_layers, configured
 from sgl_ext.engine.core.served import Property
 from sgl_ext.engine.core.sglang_types import KVCacheConfigurator, ModelConfig, ServerArgs
 from sgl_ext.memory.slab import DTYPES
-
-if TYPE_CHECKING:
-    import torch
 
 _EXPERTS = re.compile(r"(moe_)?(num|n)_(\w+_)?experts")
 """Keys of a model's configuration that count its experts."""
@@ -114,15 +110,11 @@ def obstacle(
         (dtype not in DTYPES or quant_method is not None, f"KV of type {dtype}"),
         (config.v_head_dim != config.head_dim, "values whose head_dim differs from that of keys"),
         # SGLang keeps the KV of some of these models in a pool of full attention.
-        (_has_windows(configurator.model), "sliding windows"),
+        (
+            any(each.sliding_window_size > -1 for each in attention_layers(configurator.model)),
+            "sliding windows",
+        ),
         (configurator.kv_shard_rank is not None, "--enable-kv-cache-sharding"),
         (configurator.post_capture_kv_active, "a pool that is sized after graph capture"),
     )
     return next((reason for applies, reason in reasons if applies), None)
-
-
-def _has_windows(model: torch.nn.Module) -> bool:
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    layers = (each for each in model.modules() if isinstance(each, RadixAttention))
-    return any(each.sliding_window_size > -1 for each in layers)
